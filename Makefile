@@ -78,7 +78,7 @@ test-skyrl: $(READY) $(MODEL)/model.safetensors $(SKYRL)/.ready $(SKYRL_NEW)/.re
 	$(BIN)/python -m pytest -m nightly tests/slow/test_skyrl_peer.py tests/slow/test_harbor_trials.py
 
 test-s3: $(S3)/.ready  ## Read, train and write datasets in a failing object store (minutes)
-	OMP_NUM_THREADS=1 $(S3)/bin/python -m pytest -m nightly tests/slow/test_object_store.py
+	OMP_NUM_THREADS=1 $(S3)/bin/python -m pytest -m nightly tests/slow/test_object_store.py tests/slow/test_store_writers.py
 
 lint: $(READY) $(PAGE)/node_modules/.ready  ## ruff, mypy (strict), import rules, TypeScript (strict)
 	$(BIN)/ruff check .

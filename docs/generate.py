@@ -118,6 +118,13 @@ together with `DS`: `rollouts validate` reports every row whose files are missin
 `export` to `hf` and `parquet` writes the directory too; `trl`, `verl` and `slime` get the bytes in the messages, as data
 URLs; `skyrl` has no messages.
 
+Several paths, or a pattern such as `runs/*/` or `s3://bucket/recorder-*/`, are read as one dataset by every verb, by `train`
+and by `rollout_io.scan` (which takes a list). Where there is room for one path only, as in a configuration file or in `diff A B`,
+write `{{A,B}}` or a quoted pattern. Each directory must be complete, no trajectory may be in two of them (`unique_trajectory`), and
+they must agree on `tokenizer_fingerprint`, `vocab_size`, `logprobs_mode` and `outcome` where these are known. So each of many
+writers can have a directory of its own. What verbs write beside a dataset (`DS.blobs`, `DS.rewards`, `DS.rejected.jsonl`) is left
+out of patterns.
+
 A directory of directories named `COLUMN=VALUE` (Hive partitions, such as `DS/run=a/part-00000.parquet`) is also a dataset:
 every verb reads `run` as a column, and writes it as an ordinary column. Its values are integers if all of them are written as
 integers without leading zeros, and strings otherwise; a column of the table above keeps its type. A file that has the column

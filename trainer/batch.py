@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import polars as pl
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
 import pipelines
 from pipelines.tables import ROUTING
 from rollout_io.dataset.row_digests import row_digest
 from schemas.columns import COLUMN_BY_NAME
-from schemas.ragged import BoolArray, IntArray, Ragged
+from schemas.ragged import BoolArray, IntArray, Ragged, offsets_of
 from schemas.types import with_absent
 from trainer.batches.chains import Chains, make_chains
 from trainer.batches.forest import MiniBatch
@@ -24,6 +26,7 @@ from trainer.batches.recorded_routes import Routes
 from trainer.batches.stored_rows import Origins
 from trainer.batches.support import SUPPORT, TEACHER, covers_trained_tokens, sets_of
 from trainer.config.sections import BatchConfig
+from trainer.distributed.processes import over_processes
 
 OPTIONAL_COLUMNS: dict[str, pl.DataType] = {
     "rollout_logprobs": pl.List(pl.Float32()),
@@ -40,6 +43,9 @@ UNUSED_COLUMNS = ("messages", "images", "response_text", "metrics", "source")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
     """R rows with T response tokens in total, including failed and masked trajectories.
+
+    With several processes, each has the tokens of the rows that it forwards: the other rows are
+    empty here, and only their sizes are known.
 
     Attributes:
         names: [R] trajectory and step of each row, for messages.
@@ -59,6 +65,8 @@ class Batch:
         chains: The trained tokens in temporal order, with their rewards.
         temperature: [T] float32.
         rollout_logprobs: [T] float32 nats; NaN in rows without log-probabilities.
+        num_targets: [R] int64 trained tokens of each row, in whichever process.
+        num_response: [R] int64 response tokens of each row, in whichever process.
         routes: Recorded experts to replay in the R rows; None if there are none.
         support: [T] rows: the sets of ids that the sampler could draw; None if there are none.
         teacher: [T] rows each: a teacher's most likely ids, and their log-probabilities in nats;
@@ -90,6 +98,8 @@ class Batch:
     chains: Chains
     temperature: Tensor
     rollout_logprobs: Tensor
+    num_targets: IntArray
+    num_response: IntArray
     routes: Routes | None = None
     support: Ragged | None = None
     teacher: tuple[Ragged, Ragged] | None = None
@@ -105,6 +115,16 @@ class Batch:
     next_kl_coef: float = 0.0
     generated: dict[str, float] = field(default_factory=dict)
     origins: Origins | None = None
+
+    @property
+    def global_slots(self) -> IntArray:
+        """[T] index of each token among the response tokens of all processes."""
+        first = offsets_of(self.num_response)[:-1] - self.responses.offsets[:-1]
+        return np.arange(len(self.trains)) + np.repeat(first, self.responses.lengths)
+
+    def scope(self, config: BatchConfig) -> IntArray:
+        """[R] number of the scope in which trees share tokens: the group or the trajectory."""
+        return self.group if config.tree_scope == "group" else self.trajectory
 
     @property
     def outputs(self) -> dict[str, Tensor]:
@@ -241,10 +261,16 @@ def read_rows(
     return table[np.argsort(number, kind="stable")]
 
 
+SIZES = ("num_targets", "num_response", "greedy", "truncated")
+"""Columns of `to_batch` about rows whose tokens are in another process."""
+
+
 def to_batch(
     table: pl.DataFrame, max_row_tokens: int | None = None, *, imitates: bool = False
 ) -> Batch:
     """Convert the table that `read_rows` returns to a batch.
+
+    If it has the columns `SIZES`, tokens of some rows are in other processes, and null here.
 
     Tokens beyond the first `max_row_tokens` of a row are excluded from training, as are rows at
     temperature 0. With `imitates`, for losses without advantages, the latter are trained at
@@ -273,7 +299,16 @@ def to_batch(
         position = np.arange(len(row)) - responses.offsets[row] + prompts.lengths[row]
         beyond = trains & (position >= max_row_tokens)
         trains &= ~beyond
+    sizes: dict[str, Any] = {
+        "num_targets": np.bincount(row[trains], minlength=num_rows),
+        "num_response": responses.lengths,
+        "greedy": greedy,
+        "truncated": np.bincount(row[beyond], minlength=num_rows) > 0,
+    }
+    if SIZES[0] in table.columns:
+        sizes = {name: table[name].to_numpy() for name in SIZES}
     return Batch(
+        **sizes,
         names=tuple(table["name"]),
         prompts=prompts,
         responses=responses,
@@ -282,8 +317,6 @@ def to_batch(
         trajectory=_numbered(table["trajectory_id"]),
         mini_batch=table["mini_batch"].to_numpy().astype(np.int64),
         trains=trains,
-        greedy=greedy,
-        truncated=np.bincount(row[beyond], minlength=num_rows) > 0,
         advantages=per_token("advantage", 0.0),
         chains=make_chains(table.to_arrow(), trains),
         temperature=per_token("temperature", 1.0),
@@ -317,10 +350,12 @@ def _routes(table: pl.DataFrame) -> Routes | None:
     return Routes.from_arrow(table.select(ROUTING).to_arrow().column(ROUTING))
 
 
-def groups_with_gradient(batch: Batch) -> frozenset[str]:
+def groups_with_gradient(accelerator: Accelerator, batch: Batch) -> frozenset[str]:
     """Return the instance ids of groups that have a trained token with a nonzero advantage."""
     moving = np.flatnonzero(batch.trains & (batch.advantages.numpy() != 0))
-    groups = np.unique(batch.group[batch.responses.row_of(moving)])
+    groups = batch.group[batch.responses.row_of(moving)]
+    moves = np.bincount(groups, minlength=len(batch.group_names)) > 0
+    groups = np.flatnonzero(over_processes(accelerator, moves, "max"))
     return frozenset(batch.group_names[group] for group in groups)
 
 

@@ -24,10 +24,10 @@ from trainer.batch import Batch
 from trainer.batches.forest import Forest
 from trainer.batches.support import teacher_sets
 from trainer.batches.transfer import Arriving, columns_to_device, to_device
-from trainer.config.functions import LOSS_REDUCTION, POLICY_LOSS, bind
+from trainer.config.functions import LOSS_REDUCTION, POLICY_LOSS, Function, bind
 from trainer.config.loss_config import LossConfig
 from trainer.distributed.balance import Watch, own_forests
-from trainer.distributed.processes import combine
+from trainer.distributed.processes import of_all_processes, over_processes
 from trainer.run.pass_progress import SELECTION, UNWATCHED, Passes
 from trainer.run.run import Run
 
@@ -107,36 +107,60 @@ def with_weights(
     slots = torch.cat([torch.zeros(0, dtype=torch.int64), *(f.target_slot for f in forests)])
     slots = slots.sort().values  # in the order of the batch's tokens, independent of packing
     weights, selected = torch.zeros(len(batch.trains)), None
-    units = units_of(batch, forests, slots.numpy())
     reduction = bind(LOSS_REDUCTION, run.config.loss)
-    weights[slots] = torch.from_numpy(reduction_weights(units, reduction)).float()
-    if run.config.loss.selects_targets and len(slots):
+    units, own = units_of(run, batch, forests, slots.numpy(), reduction)
+    weights[slots] = torch.from_numpy(reduction_weights(units, reduction)[own]).float()
+    if run.config.loss.selects_targets and len(units.row):
         now = policy_logprobs(run, batch, forests, watch=partial(passes, SELECTION))
         old = now if batch.old_logprobs is None else batch.old_logprobs
-        selected = torch.zeros(len(batch.trains), dtype=torch.bool)
-        chosen = select(now[slots], old[slots], batch.advantages[slots], run.config.loss)
+        at_slots = [values[slots].numpy() for values in (now, old, batch.advantages)]
+        row = batch.responses.row_of(slots.numpy())
+        whole, own = of_all_processes(run.accelerator, row, at_slots)
+        everywhere = [torch.from_numpy(values) for values in whole]
+        chosen = select(everywhere[0], everywhere[1], everywhere[2], run.config.loss)
         assert chosen is not None
-        selected[slots] = chosen
+        selected = torch.zeros(len(batch.trains), dtype=torch.bool)
+        selected[slots] = chosen[own]
     return replace(batch, weights=weights, selected=selected)
 
 
-def units_of(batch: Batch, forests: Sequence[Forest], slots: IntArray) -> Units:
-    """Find the row, trajectory, group and micro-batch of each target, and their totals."""
-    row = batch.responses.row_of(slots)
-    micro_batch = np.zeros(len(batch.trains), np.int64)
-    for number, forest in enumerate(forests):
-        micro_batch[forest.target_slot.numpy()] = number
-    inside = np.isin(batch.mini_batch, np.unique(batch.mini_batch[row]))
-    return Units(
+def units_of(
+    run: Run, batch: Batch, forests: Sequence[Forest], slots: IntArray, reduction: Function
+) -> tuple[Units, IntArray]:
+    """Find the row, trajectory, group and micro-batch of each target of all processes.
+
+    Returns:
+        The units with their totals, and the indices of this process's targets, `slots`, in them.
+    """
+    accelerator, here = run.accelerator, batch.responses.row_of(slots)
+    num_here = np.bincount(here, minlength=len(batch.mini_batch))
+    mini_batches = np.bincount(
+        batch.mini_batch[here], minlength=int(batch.mini_batch.max(initial=0)) + 1
+    )
+    inside = over_processes(accelerator, mini_batches, "max")[batch.mini_batch] > 0
+    is_elsewhere = inside & (batch.responses.lengths == 0)
+    row = np.repeat(np.arange(len(inside)), np.where(is_elsewhere, batch.num_targets, num_here))
+    own = np.flatnonzero(~is_elsewhere[row])
+    (num_micro_batches,) = over_processes(accelerator, [len(forests)], "sum").tolist()
+    micro_batch = np.zeros(len(row), np.int64)
+    if "micro_batch" in reduction.inputs:
+        number = np.zeros(len(batch.trains), np.int64)
+        for index, forest in enumerate(forests):
+            number[forest.target_slot.numpy()] = index * accelerator.num_processes
+        number += accelerator.process_index
+        (micro_batch,), own = of_all_processes(accelerator, here, [number[slots]])
+        micro_batch = np.unique(micro_batch, return_inverse=True)[1]
+    units = Units(
         row=row,
         num_rows=int(inside.sum()),
         trajectory=batch.trajectory[row],
         num_trajectories=len(np.unique(batch.trajectory[inside])),
         group=batch.group[row],
         num_groups=len(np.unique(batch.group[inside])),
-        micro_batch=micro_batch[slots],
-        num_micro_batches=len(forests),
+        micro_batch=micro_batch,
+        num_micro_batches=int(num_micro_batches),
     )
+    return units, own
 
 
 def policy_logprobs(
@@ -148,11 +172,11 @@ def policy_logprobs(
 ) -> Tensor:
     """Compute log-probabilities of the targets of `forests` under a policy, without gradient.
 
-    Each process forwards its share of the micro-batches, which `watch` counts. `policy` is that of
-    the run by default; pass another model such as the reference.
+    `forests` are this process's micro-batches, which `watch` counts. `policy` is that of the run by
+    default; pass another model such as the reference.
 
     Returns:
-        [T] float32 on the CPU; NaN at response tokens that are not targets.
+        [T] float32 on the CPU; NaN at response tokens that are not targets of `forests`.
     """
     model = run.policy if policy is None else policy  # a compiled module has no truth value
     device = run.accelerator.device
@@ -180,10 +204,12 @@ def _at_targets(
     forward: Callable[[Forest], Tensor],
     watch: Watch,
 ) -> Tensor:
-    values, parts = torch.zeros(len(batch.trains)), []
-    for _, forest in watch(own_forests(run.accelerator, forests)):
-        # Copied to the CPU while the next micro-batch is forwarded.
-        parts.append((forest.target_slot, Arriving({"values": forward(forest)})))
+    values = torch.full((len(batch.trains),), torch.nan)
+    # Copied to the CPU while the next micro-batch is forwarded.
+    parts = [
+        (forest.target_slot, Arriving({"values": forward(forest)}))
+        for forest in watch(own_forests(run.accelerator, forests))
+    ]
     for slot, arriving in parts:
         values[slot] = arriving.read()["values"]
-    return combine(run.accelerator, values, forests)
+    return values

@@ -27,7 +27,7 @@ from trainer.run.run import Run
 from trainer.run.run_log import RunLog
 from trainer.run.run_store import publish, published
 from trainer.run.start_records import record_start
-from trainer.run.state import Progress, optimizer_tensors, save_state
+from trainer.run.state import Progress, optimizer_tensors, save_state, with_whole_outputs
 from trainer.run.stopping import Stop
 from trainer.run.token_records import discard_token_records, say_size
 from trainer.update import set_rates, updates
@@ -173,6 +173,7 @@ def save(run: Run, progress: Progress, log: RunLog | None = None) -> Path:
     weights = whole_weights(model, keep=holds_whole)
     critic_weights = whole_weights(critic, keep=holds_whole) if critic else None
     optimizers = optimizer_tensors(run.optimizers, keep=holds_whole)
+    progress = with_whole_outputs(run.accelerator, progress)
 
     def write_state(path: Path) -> None:
         save_state(path, optimizers, run.digest, progress)

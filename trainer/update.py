@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import polars as pl
 import pyarrow as pa
 import torch
@@ -33,10 +34,11 @@ from trainer.batches.forest import Forest, chain_lengths
 from trainer.batches.packing import cut_batch
 from trainer.batches.plan import split
 from trainer.batches.prefetch import one_ahead
+from trainer.batches.row_shares import gather_places, share_rows, with_repeated_share
 from trainer.batches.stored_rows import digests_of, find_origins
 from trainer.batches.transfer import Arriving, columns_to_device, to_device
 from trainer.distributed.balance import Watch, own_forests
-from trainer.distributed.processes import agreed, exchange_rows, gather_parts, own_groups
+from trainer.distributed.processes import agreed, over_processes, own_groups
 from trainer.distributed.sharding import without_reduction
 from trainer.loss import (
     critic_values,
@@ -141,12 +143,14 @@ def steps(run: Run, position: Position, passes: Passes = UNWATCHED) -> Iterator[
     for groups in batches:
         rows, stored = agreed(run.accelerator, lambda: next(reading))
         batch = ready_batch(run, groups, position, rows, stored, passes)
-        moving = groups_with_gradient(batch)
+        moving = groups_with_gradient(run.accelerator, batch)
         groups_of = split(groups, sizes.groups_per_mini_batch)
         after = Position(batch=position.batch + 1, kl_coef=batch.next_kl_coef)
         order = list(range(len(batch.mini_batches))) * sizes.epochs_per_batch
+        is_alone = run.accelerator.num_processes == 1
+        place = None if is_alone else (batch.global_slots, int(batch.num_response.sum()))
         for done, number in enumerate(order[position.mini_batch :], position.mini_batch):
-            here = replace(position, mini_batch=done, outputs=batch.outputs)
+            here = replace(position, mini_batch=done, outputs=batch.outputs, place=place)
             is_last = done + 1 == len(order)
             yield Step(
                 batch=batch,
@@ -189,22 +193,28 @@ def ready_batch(
     Within a batch, `position.outputs` has the outputs of the models at its start.
     """
     config, accelerator = run.config, run.accelerator
-    rows = exchange_rows(accelerator, rows)  # every process reads some groups, and needs all
-    batch = to_batch(rows, config.batch.max_row_tokens, imitates=config.loss.is_supervised)
+    every = share_rows(accelerator, rows, run.plan, groups, config)
+    batch = to_batch(every, config.batch.max_row_tokens, imitates=config.loss.is_supervised)
     if config.loss.policy_loss_type == "distill":
         batch = without_sets(batch)
-    run.limit.check(chain_lengths(batch.prompts, batch.responses, batch.trains), batch.names)
+    lengths = chain_lengths(batch.prompts, batch.responses, batch.trains)
+    agreed(accelerator, lambda: run.limit.check(lengths, batch.names))
+    places = None
+    if config.run.record_tokens != "none":
+        places = gather_places(accelerator, rows)
     if stored is not None:
         batch = replace(
             batch,
             generated=generated_metrics(stored, config, num_rows=len(batch.names)),
-            origins=None if config.run.record_tokens == "none" else find_origins(rows, stored),
+            origins=places if places is None else find_origins(places, batch.num_response, stored),
         )
 
-    mini_batches = cut_batch(batch, config.batch, accelerator.num_processes)
+    mini_batches = with_repeated_share(accelerator, cut_batch(batch, config.batch))
     forests = [forest for mini_batch in mini_batches for forest in mini_batch.forests]
     needed = _needed(run, len(mini_batches))
     outputs: dict[str, Any] = dict(position.outputs)
+    if outputs and accelerator.num_processes > 1 and position.place is None:  # of a checkpoint
+        outputs = {name: values[batch.global_slots] for name, values in outputs.items()}
     if not outputs:  # under the models before the first update
         if VALUES in needed:
             outputs["values"] = critic_values(run, batch, forests, partial(passes, VALUES))
@@ -216,9 +226,9 @@ def ready_batch(
             outputs["ref_logprobs"] = policy_logprobs(run, batch, forests, model, watch)
     batch = replace(batch, **outputs)
 
-    batch, kl_metrics = charge_kl(batch, run.plan, groups, config, position.kl_coef)
-    batch = estimate(batch, config.advantage, is_supervised=config.loss.is_supervised)
-    counts = batch_metrics(run.plan, batch, groups)
+    batch, kl_metrics = charge_kl(accelerator, batch, run.plan, groups, config, position.kl_coef)
+    batch = estimate(accelerator, batch, config.advantage, is_supervised=config.loss.is_supervised)
+    counts = batch_metrics(accelerator, run.plan, batch, groups)
     return replace(
         batch,
         groups=groups,
@@ -238,8 +248,8 @@ def make_update(run: Run, step: Step, progress: Progress, passes: Passes = UNWAT
 
     Args:
         run: The run; afterwards its learning rates are those of the next update.
-        step: The mini-batch. Its forests together contain every target once; all targets of a row
-            are in the same one. Each process forwards its share of them. `old_logprobs` of the
+        step: The mini-batch. Its forests, of all processes together, contain every target once; all
+            targets of a row are in the same one. `old_logprobs` of the
             batch may be None if the loss does not need them, or if this is the only update of the
             batch, because old and current log-probabilities are then equal.
         progress: Progress before the update.
@@ -253,13 +263,18 @@ def make_update(run: Run, step: Step, progress: Progress, passes: Passes = UNWAT
         InputError: A user's loss or reduction fails, or its result is invalid.
     """
     accelerator, policy, loss_config = run.accelerator, run.policy, run.config.loss
-    forests, num_trained = step.forests, sum(forest.num_targets for forest in step.forests)
+    forests = step.forests
+    counts = [(f.num_targets, f.num_tokens, 1) for f in forests]
+    totals = over_processes(accelerator, np.sum(counts or [(0, 0, 0)], axis=0), "sum")
+    num_trained, num_forwarded, num_micro_batches = map(int, totals)
     batch = with_weights(run, step.batch, forests, passes)
     records, seed = run.config.run.record_tokens, run.config.run.seed
-    recorder = recorder_of(batch, forests, records, seed=seed, global_step=progress.global_step + 1)
-    parts, failures = dict[int, Arriving](), list[RolloutError]()
+    recorder = recorder_of(
+        accelerator, batch, forests, records, seed=seed, global_step=progress.global_step + 1
+    )
+    parts, failures = list[Arriving](), list[RolloutError]()
     share = own_forests(accelerator, forests)
-    for done, (number, forest) in enumerate(passes(TRAINING, share), start=1):
+    for done, forest in enumerate(passes(TRAINING, share), start=1):
         slot = forest.target_slot
         temperature = to_device(batch.temperature[slot], accelerator.device)
         # Gradients are exchanged once, in the backward pass of the last micro-batch.
@@ -278,8 +293,8 @@ def make_update(run: Run, step: Step, progress: Progress, passes: Passes = UNWAT
             accelerator.backward(loss * accelerator.num_processes)
         if recorder and columns:
             recorder.add(slot, targets, columns, batch, loss_config)
-        parts[number] = Arriving(
-            {name: values.double() for name, values in columns.items() if name not in RECORDED_ONLY}
+        parts.append(
+            Arriving({name: x.double() for name, x in columns.items() if name not in RECORDED_ONLY})
         )
     if loss_config.has_own_loss:
         agreed(accelerator, partial(_raise_any, failures))
@@ -288,27 +303,26 @@ def make_update(run: Run, step: Step, progress: Progress, passes: Passes = UNWAT
         max_norm = run.config.optimizer.max_grad_norm
         grad_norm = clip_and_step(policy.parameters(), run.optimizer, max_norm)
     skipped = not num_trained or not math.isfinite(grad_norm)
-    arrived = gather_parts(accelerator, {number: part.read() for number, part in parts.items()})
-    metrics: dict[str, Any] = update_metrics(arrived, loss_config.policy_loss_type) | {
+    arrived = [part.read() for part in parts]
+    loss_name = loss_config.policy_loss_type
+    metrics: dict[str, Any] = update_metrics(accelerator, arrived, loss_name) | {
         "grad_norm": grad_norm,
         "num_trained_tokens": num_trained,
-        "num_forwarded_tokens": sum(forest.num_tokens for forest in forests),
-        "num_micro_batches": len(forests),
+        "num_forwarded_tokens": num_forwarded,
+        "num_micro_batches": num_micro_batches,
         "skipped": int(skipped),
     }
-    values = recorder.gathered(accelerator) if recorder else {}
+    values = recorder.gathered(accelerator, batch) if recorder else {}
     tokens = None
     if values and batch.origins and not skipped:
-        if batch.ref_logprobs is not None:
-            values["ref_logprobs"] = batch.ref_logprobs[values["slots"]]
         tokens = token_records(run.config.data.dataset, batch.origins, values)
     if run.critic:
         metrics |= update_critic(run, batch, forests, partial(passes, CRITIC_TRAINING))
     metrics |= step.metrics | {"learning_rate": run.optimizer.param_groups[0]["lr"]}
     progress = progress.after(step.after, step.moving, stepped=not skipped)
     set_rates(run, progress.global_step)
-    counts = {"global_step": progress.global_step, "num_trained_groups": len(step.moving)}
-    return replace(step, metrics=counts | metrics, progress=progress, tokens=tokens)
+    counted = {"global_step": progress.global_step, "num_trained_groups": len(step.moving)}
+    return replace(step, metrics=counted | metrics, progress=progress, tokens=tokens)
 
 
 def set_rates(run: Run, global_step: int) -> None:
@@ -337,10 +351,11 @@ def update_critic(
     assert optimizer is not None
     assert old_values is not None
     assert value_targets is not None
-    num_trained = sum(forest.num_targets for forest in forests)
+    here = sum(forest.num_targets for forest in forests)
+    num_trained = int(over_processes(accelerator, [here], "sum")[0])
     clip, device = run.config.loss.value_clip, accelerator.device
     sums, share = torch.zeros(3, device=device), own_forests(accelerator, forests)
-    for done, (_, forest) in enumerate(watch(share), start=1):
+    for done, forest in enumerate(watch(share), start=1):
         slot = forest.target_slot
         with without_reduction(critic) if done < len(share) else nullcontext():
             values = critic(forest.to(device))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rollout_io.cli.datasets import workers_of, workers_options
+from rollout_io.cli.datasets import dataset_argument, workers_of, workers_options
 from rollout_io.cli.output import emit, emit_json, example, note, warn
 from rollout_io.retokenize.local import about_other_tokenizer, tokenizer_directory
 from rollout_io.startup import keep_pandas_out_of_arrow
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @click.command(epilog=example("rollouts drift shop/ --tokenizer .cache/smollm2"))
-@click.argument("dataset", metavar="DS", type=click.Path())
+@dataset_argument()
 @click.option(
     "--tokenizer", type=click.Path(), metavar="DIR|NAME", help="Decode with this model's tokenizer."
 )

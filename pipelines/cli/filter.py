@@ -19,7 +19,7 @@ from pipelines.cli.filter_rules import (
     given,
     rule_options,
 )
-from rollout_io.cli.datasets import layout_option
+from rollout_io.cli.datasets import dataset_argument, layout_option
 from rollout_io.cli.output import emit, emit_json, example, next_command, note, progress_bar
 from schemas.errors import InputError, count
 
@@ -40,7 +40,7 @@ _SHOWN_OVERLAPS = 5
 
 
 @click.command("filter", short_help="Select or mask trajectories; mix datasets.", epilog=EXAMPLES)
-@click.argument("dataset", metavar="DS", type=click.Path())
+@dataset_argument()
 @click.option("--out", metavar="DS2", help="Directory of the new dataset.")
 @click.option("--dry-run", is_flag=True, help="Print the report; write nothing.")
 @click.option("--reward", metavar="NAME", help="Use this reward version (`rollouts rescore`).")

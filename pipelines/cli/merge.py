@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rollout_io.cli.datasets import layout_option, workers_of, workers_options
+from rollout_io.cli.datasets import dataset_argument, layout_option, workers_of, workers_options
 from rollout_io.cli.output import emit_json, example, next_command, note, progress_bar
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ JSON = click.option(
     short_help="Join steps that extend each other into one row.",
     epilog=example("rollouts merge shop/ --out merged/"),
 )
-@click.argument("dataset", metavar="DS", type=click.Path())
+@dataset_argument()
 @OUT
 @click.option(
     "--rule",
@@ -68,7 +68,7 @@ def merge(
 
 
 @click.command(epilog=example("rollouts unmerge merged/ --out steps/"))
-@click.argument("dataset", metavar="DS", type=click.Path())
+@dataset_argument()
 @OUT
 @layout_option
 @workers_options

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rollout_io.cli.datasets import open_valid
+from rollout_io.cli.datasets import dataset_argument, open_valid
 from rollout_io.cli.output import emit_json, example, next_command, note, progress_bar
 from rollout_io.cli.usage import Number
 
@@ -26,7 +26,7 @@ _SHOWN = 5
 
 
 @click.command(short_help="Score trajectories with another reward function.", epilog=EXAMPLE)
-@click.argument("dataset", metavar="DS", type=click.Path())
+@dataset_argument()
 @click.option("--reward", metavar="MODULE:FUNCTION", help="Function from an attempt to a number.")
 @click.option(
     "--environment",

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rollout_io.cli.datasets import workers_of, workers_options
+from rollout_io.cli.datasets import dataset_argument, workers_of, workers_options
 from rollout_io.cli.output import emit, emit_json, emit_styled, example, note
-from rollout_io.cli.usage import HintedUsageError, Number
+from rollout_io.cli.usage import Number
 from rollout_io.terminal import columns, readable
 
 if TYPE_CHECKING:
@@ -39,8 +39,7 @@ _SECTIONS = {
         "rollouts stats shop/ --model Qwen3-8B/\n  rollouts stats shop/ --by instance_id"
     ),
 )
-@click.argument("dataset", metavar="DS", type=click.Path())
-@click.argument("others", metavar="", nargs=-1, type=click.Path())
+@dataset_argument()
 @click.option(
     "--outcome",
     type=click.Choice(["last", "sum"]),
@@ -70,7 +69,6 @@ _SECTIONS = {
 @click.option("--json", "as_json", is_flag=True, help="Print every number and metric as JSON.")
 def stats(
     dataset: str,
-    others: tuple[str, ...],
     outcome: Any,
     model: str | None,
     params: float | None,
@@ -86,12 +84,9 @@ def stats(
 
     Rewards are returns of trajectories. Layouts are the values of `sequence_layout` in `rollouts
     train`; their token counts exclude failed trajectories. --all and --json add metrics per step,
-    trajectory and group (docs/metrics.md); --by and --by-quantile compare parts of the dataset. If the dataset has several policy versions, numbers that
-    speak against a rising return are named.
+    trajectory and group (docs/metrics.md); --by and --by-quantile compare parts of the dataset. If
+    it has several policy versions, numbers that speak against a rising return are named.
     """
-    if others:
-        hint = f"compare two datasets: rollouts diff {dataset} {others[0]}"
-        raise HintedUsageError("stats summarises one dataset", hint)
     if by is not None or by_quantile is not None:
         _print_grouped(dataset, by, by_quantile, outcome, as_json=as_json)
         return

@@ -26,6 +26,24 @@ _LOG = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+def _one_dataset(_: click.Context, __: click.Parameter, paths: tuple[str, ...]) -> str | None:
+    from rollout_io.dataset.storage import joined
+
+    return joined(paths) if paths else None
+
+
+def dataset_argument(*, required: bool = True) -> Callable[[F], F]:
+    """Add the argument DS: one or several paths, which are read as one dataset."""
+    return click.argument(
+        "dataset",
+        metavar="DS...",
+        nargs=-1,
+        required=required,
+        type=click.Path(),
+        callback=_one_dataset,
+    )
+
+
 def engine_option(command: F) -> F:
     """Add the option `--engine`."""
     return click.option(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rollout_io.cli.datasets import open_valid
+from rollout_io.cli.datasets import dataset_argument, open_valid
 from rollout_io.cli.output import emit_json, example, note
 from rollout_io.formats.exports import export as write_export
 from rollout_io.formats.exports import formats
@@ -38,7 +38,7 @@ def _selections() -> str:
 
 
 @click.command(epilog=EXAMPLES)
-@click.argument("dataset", metavar="DS", type=click.Path())
+@dataset_argument()
 @click.option(
     "--format",
     "format_name",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rollout_io.cli.datasets import open_dataset
+from rollout_io.cli.datasets import dataset_argument, open_dataset
 from rollout_io.cli.output import (
     emit_json,
     emit_styled,
@@ -40,7 +40,7 @@ EXAMPLE = example(
 
 
 @click.command(epilog=EXAMPLE)
-@click.argument("dataset", metavar="DS", type=click.Path())
+@dataset_argument()
 @click.option("--where", metavar="SQL", help='SQL condition, such as "return > 0".')
 @click.option("--find", "text", metavar="TEXT", help="List where this text occurs.")
 @click.option(

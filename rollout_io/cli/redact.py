@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rollout_io.cli.datasets import layout_option, workers_of, workers_options
+from rollout_io.cli.datasets import dataset_argument, layout_option, workers_of, workers_options
 from rollout_io.cli.output import emit, emit_json, example, next_command, note, progress_bar
 from schemas.errors import count
 
@@ -44,7 +44,7 @@ personal_option = click.option(
         "rollouts redact shop/ --tokenizer smollm2/ --pattern 'customer=C-\\d{8}' --out clean/"
     )
 )
-@click.argument("dataset", metavar="DS", type=click.Path())
+@dataset_argument()
 @click.option("--out", required=True, metavar="DS2", help="Directory of the new dataset.")
 @click.option(
     "--tokenizer",

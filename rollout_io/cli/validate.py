@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rollout_io.cli.datasets import workers_of, workers_options
+from rollout_io.cli.datasets import dataset_argument, workers_of, workers_options
 from rollout_io.cli.output import emit, emit_json, example, note
 from schemas.errors import count
 
@@ -22,7 +22,7 @@ FIRST_ROWS = 5  # breaches shown per rule
 @click.command(
     short_help="Check every row and file of a dataset.", epilog=example("rollouts validate shop/")
 )
-@click.argument("dataset", metavar="DS", type=click.Path())
+@dataset_argument()
 @workers_options
 @click.option("--json", "as_json", is_flag=True, help="Print every breach as JSON.")
 @click.pass_context

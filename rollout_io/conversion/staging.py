@@ -63,7 +63,7 @@ class Staging:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Lock the directory against a second conversion, and create it if necessary."""
-        with destination(self.where):
+        with destination(self.where) as self._held:
             if _is_link(self.folder):
                 got, hint = "the staging directory is a symbolic link", "remove the link"
                 raise InputError("out_is_free", self.folder.path, got, "", hint)
@@ -91,8 +91,9 @@ class Staging:
                     if not self.holds_chunks():
                         self.clear()
                     raise
-        except BaseException:
-            if not guarded:  # a signal between creating the directory and locking it
+        except BaseException as error:
+            # A signal may arrive between locking the directory, creating it and entering the block.
+            if not guarded and not isinstance(error, RolloutError):
                 self._clear_if_free()
             raise
 
@@ -216,6 +217,7 @@ class Staging:
             got, hint = "the staging directory was changed", "run the same command again"
             raise InputError("out_is_free", self.folder.path, got, "", hint)
         self._publish_blobs(parents)
+        self._held.refuse_lost()
         first = 0
         for index, (num_shards, _) in sorted(self._entries().items()):
             for number in range(num_shards):

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 
 from rollout_io.dataset.atomic_files import sync, writable
 from rollout_io.dataset.media_types import extension_of
-from rollout_io.dataset.storage import Location, PathLike, find_shards, move, temporary
+from rollout_io.dataset.storage import Location, PathLike, Paths, find_shards, move, temporary
 from schemas.errors import InvariantError
 from schemas.types import is_list
 
@@ -160,7 +160,7 @@ def is_whole(file: Location, name: str) -> bool:
     return PREFIX + digest.hexdigest() == name
 
 
-def stores_of(dataset: PathLike) -> list[Blobs]:
+def stores_of(dataset: Paths) -> list[Blobs]:
     """Return the stores of an existing dataset: one beside each directory of its shards.
 
     A dataset that is one file may have a store beside the file, or beside its directory.

@@ -6,7 +6,6 @@ Code that rewrites a dataset or trains on it reads it with `checked_tables`, or 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -25,23 +24,23 @@ from rollout_io.dataset.reader import (
     stored_tables,
 )
 from rollout_io.dataset.shard_files import open_shards
-from rollout_io.dataset.storage import PathLike
+from rollout_io.dataset.storage import Paths, joined
 from schemas.checker import Checker, raise_errors
 from schemas.structure_checks import STRUCTURE_COLUMNS
 from schemas.view import View
 
 
-def check(path: PathLike, workers: Workers | None = None) -> pl.DataFrame:
+def check(path: Paths, workers: Workers | None = None) -> pl.DataFrame:
     """Return every breach of the named invariants in a dataset, with the columns of `schemas.check`.
 
     Args:
-        path: Directory, glob or file, local or an fsspec URL.
+        path: Directory, glob or file, local or an fsspec URL, or a list of these.
         workers: Processes that check the shards; None: this process.
     """
     return pl.concat([*_breaches(path, workers), *check_blobs(path)])
 
 
-def validate(path: PathLike, workers: Workers | None = None) -> None:
+def validate(path: Paths, workers: Workers | None = None) -> None:
     """Raise an error if `check` finds errors (warnings are ignored).
 
     Raises:
@@ -49,10 +48,10 @@ def validate(path: PathLike, workers: Workers | None = None) -> None:
             first piece that does.
     """
     for breaches in (*_breaches(path, workers), *check_blobs(path)):
-        raise_errors(breaches, os.fspath(path))
+        raise_errors(breaches, joined(path))
 
 
-def check_blobs(path: PathLike) -> Iterator[pl.DataFrame]:
+def check_blobs(path: Paths) -> Iterator[pl.DataFrame]:
     """Yield the rows of a dataset whose pictures are missing or were changed; each file is read once."""
     stores, faults, num_rows = stores_of(path), dict[str, str | None](), 0
     for shard in open_shards(path):
@@ -78,7 +77,7 @@ def _faulty(table: pa.Table, faults: Mapping[str, str | None]) -> tuple[Any, ...
     return np.array(rows, np.int64), IMAGES, got, "a file in DS.blobs", "{got}"
 
 
-def _breaches(path: PathLike, workers: Workers | None = None) -> Iterator[pl.DataFrame]:
+def _breaches(path: Paths, workers: Workers | None = None) -> Iterator[pl.DataFrame]:
     """Yield the breaches piece by piece."""
     workers, vocab_size = workers or Workers(), read_metadata(path).vocab_size
     if workers != Workers():
@@ -113,7 +112,7 @@ def _is_clean(checker: Checker, tables: Sequence[pa.Table]) -> bool:
 
 
 def checked_tables(
-    path: PathLike, columns: Sequence[str] | None = None, *, decode: bool = True
+    path: Paths, columns: Sequence[str] | None = None, *, decode: bool = True
 ) -> Iterator[pa.Table]:
     """Iterate over a dataset like `iter_tables`, and check every named invariant in the same pass.
 
@@ -128,17 +127,17 @@ def checked_tables(
         if held is not None:
             yield held
         held = table if columns is None else table.select(columns)
-    raise_errors(checker.finish(), os.fspath(path))
+    raise_errors(checker.finish(), joined(path))
     if held is not None:
         yield held
 
 
-def checker_of(path: PathLike) -> Checker:
+def checker_of(path: Paths) -> Checker:
     """Return a checker with the dataset's vocabulary size, if its metadata records one."""
     return Checker(read_metadata(path).vocab_size)
 
 
-def checked(checker: Checker, piece: PathLike, *, decode: bool = True) -> Iterator[pa.Table]:
+def checked(checker: Checker, piece: Paths, *, decode: bool = True) -> Iterator[pa.Table]:
     """Check each table of one piece of a dataset (see `pieces`), then yield it.
 
     Invariants that span several pieces are checked by `refuse_split`.
@@ -152,11 +151,11 @@ def checked(checker: Checker, piece: PathLike, *, decode: bool = True) -> Iterat
         ValidationError: The piece breaks a named invariant.
     """
     for table in iter_tables(piece, decode=decode):
-        raise_errors(checker.check(table), os.fspath(piece))
+        raise_errors(checker.check(table), joined(piece))
         yield table
 
 
-def structure_of(piece: PathLike) -> Checker:
+def structure_of(piece: Paths) -> Checker:
     """Rebuild the checker of a piece known to be valid, reading only its structure columns."""
     checker = Checker()
     for table in iter_tables(piece, STRUCTURE_COLUMNS):
@@ -164,7 +163,7 @@ def structure_of(piece: PathLike) -> Checker:
     return checker
 
 
-def refuse_split(path: PathLike, checkers: Sequence[Checker]) -> None:
+def refuse_split(path: Paths, checkers: Sequence[Checker]) -> None:
     """Check the invariants that span the pieces of a dataset.
 
     Args:
@@ -176,7 +175,7 @@ def refuse_split(path: PathLike, checkers: Sequence[Checker]) -> None:
     """
     if not _are_apart(checkers):
         validate(path)
-    raise_errors(Checker.after(checkers).finish(), os.fspath(path))
+    raise_errors(Checker.after(checkers).finish(), joined(path))
 
 
 def _check_shard(vocab_size: int | None, path: str) -> tuple[pl.DataFrame, Checker]:

@@ -12,7 +12,6 @@ import hashlib
 import os
 import posixpath
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,6 +21,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 
 from rollout_io.dataset.atomic_files import whole, writable
 from rollout_io.dataset.storage import Location
+from rollout_io.dataset.store_lock import StoreLock
 from schemas.errors import InputError
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS})
 
 _NOT_WRITABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _MOST_NAME_BYTES = 200
-_remote: set[str] = set()  # remote destinations that this process is writing to
-_remote_guard = threading.Lock()
 
 
 def lock(path: Path, wait_s: float = 0.0) -> BaseFileLock | None:
@@ -64,8 +62,8 @@ class Destination:
     """The right to write to one path, held until `release()` or the end of the process.
 
     A local path is locked with the file `.NAME.lock` beside it, or `.lock` inside it if only the
-    directory itself is writable, so that every writer of this library uses the same lock. There is no
-    such lock in an object store: a remote path is locked only against writers in this process.
+    directory itself is writable, so that every writer of this library uses the same lock. In an
+    object store, it is an object (`rollout_io.dataset.store_lock`).
 
     Args:
         out: File or directory, local or an fsspec URL.
@@ -83,18 +81,16 @@ class Destination:
         where, location = os.fspath(out), Location.of(out)
         self._file: BaseFileLock | None = None
         self._path: Path | None = None
-        self._url = ""
-        is_mine = True
-        if location.is_local:
-            with writable(where):
+        self._stored: StoreLock | None = None
+        holder = "another process"
+        with writable(where):
+            if location.is_local:
                 is_mine = self._lock(Path(os.path.realpath(location.path)), wait_s)
-        else:
-            with _remote_guard:
-                is_mine = location.url not in _remote
-                _remote.update({location.url} if is_mine else ())
-            self._url = location.url if is_mine else ""
+            else:
+                self._stored = StoreLock(location)
+                is_mine, holder = self._stored.is_held, self._stored.holder
         if not is_mine:
-            got = f"another process is writing to this {noun}"
+            got = f"{holder} is writing to this {noun}"
             hint = "wait until it ends, or choose a different --out"
             raise InputError("out_is_free", where, got, "", hint)
 
@@ -119,19 +115,24 @@ class Destination:
                 self._path.unlink()
             self._file.release()
             self._file = None
-        with _remote_guard:
-            _remote.discard(self._url)
-        self._url = ""
+        if self._stored is not None:
+            self._stored.release()
+            self._stored = None
+
+    def refuse_lost(self) -> None:
+        """Check, before publishing, that the lock is still held; see `StoreLock.refuse_lost`."""
+        if self._stored is not None:
+            self._stored.refuse_lost()
 
 
 @contextmanager
 def destination(
     out: str | os.PathLike[str], *, wait_s: float = 0.0, noun: str = "directory"
-) -> Iterator[None]:
+) -> Iterator[Destination]:
     """Hold a `Destination` in a `with` block."""
     held = Destination(out, wait_s=wait_s, noun=noun)
     try:
-        yield
+        yield held
     finally:
         held.release()
 

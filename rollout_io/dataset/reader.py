@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
 import posixpath
 from collections.abc import Iterable, Iterator, Sequence
 from threading import Lock
@@ -23,7 +22,7 @@ from rollout_io.dataset.shard_files import (
     to_polars,
     unified,
 )
-from rollout_io.dataset.storage import Location, PathLike, find_shards
+from rollout_io.dataset.storage import Location, Paths, find_datasets, find_shards, joined
 from schemas.checker import DECODE_COLUMNS, check_references, misnamed_columns, raise_errors
 from schemas.errors import ConfigError, InvariantError
 from schemas.extras import requires_extra
@@ -32,7 +31,7 @@ from schemas.numpy_arrays import empty_table, to_arrow
 from schemas.ragged import IntArray, offsets_of
 
 
-def scan(path: PathLike) -> pl.LazyFrame:
+def scan(path: Paths) -> pl.LazyFrame:
     """Return the logical rollout table of a dataset as a LazyFrame.
 
     Only the columns that a query uses are read. Prompts are decoded only if the query uses
@@ -40,7 +39,7 @@ def scan(path: PathLike) -> pl.LazyFrame:
     by shard name, then by position.
 
     Args:
-        path: Directory, glob or file, local or an fsspec URL.
+        path: Directory, glob or file, local or an fsspec URL, or a list of these.
 
     Example:
         >>> scan("rollouts/").group_by("instance_id").agg(pl.col("reward").mean()).collect()
@@ -55,12 +54,12 @@ def scan(path: PathLike) -> pl.LazyFrame:
 
 
 def iter_tables(
-    path: PathLike, columns: Sequence[str] | None = None, *, decode: bool = True
+    path: Paths, columns: Sequence[str] | None = None, *, decode: bool = True
 ) -> Iterator[pa.Table]:
     """Yield the logical table in pieces of complete trajectories, in order.
 
     Args:
-        path: Directory, glob or file, local or an fsspec URL.
+        path: Directory, glob or file, local or an fsspec URL, or a list of these.
         columns: Columns to read; None reads all.
         decode: If false, pieces that are stored in `prefix` layout keep the three prefix columns
             instead of `prompt_token_ids`.
@@ -74,7 +73,7 @@ def iter_tables(
     yield from _tables(shards, schema, list(columns or schema.names), decode=decode)
 
 
-def pieces(path: PathLike) -> list[str]:
+def pieces(path: Paths) -> list[str]:
     """Return the paths of the pieces of a dataset that can be read separately, in order.
 
     The pieces are the shards, or the entire dataset if trajectories span shards.
@@ -84,16 +83,16 @@ def pieces(path: PathLike) -> list[str]:
     """
     shards = open_shards(path)
     if not all(shard.aligned for shard in shards):
-        return [os.fspath(path)]
+        return [joined(path)]
     return [shard.location.url for shard in shards]
 
 
-def shard_paths(path: PathLike) -> list[str]:
+def shard_paths(path: Paths) -> list[str]:
     """Return the paths of the shards, in order."""
     return [shard.location.url for shard in open_shards(path)]
 
 
-def shard_sizes(path: PathLike) -> dict[str, int]:
+def shard_sizes(path: Paths) -> dict[str, int]:
     """Map the file name of each shard to its number of rows, in the order of the shards.
 
     The keys are paths instead if two shards have the same file name.
@@ -105,25 +104,28 @@ def shard_sizes(path: PathLike) -> dict[str, int]:
     return {name: shard.num_rows for name, shard in zip(names, shards, strict=True)}
 
 
-def read(path: PathLike, columns: Sequence[str] | None = None) -> pa.Table:
+def read(path: Paths, columns: Sequence[str] | None = None) -> pa.Table:
     """Read the entire logical table (see `iter_tables`), with its metadata in the Arrow schema."""
     table = pa.concat_tables(iter_tables(path, columns))
     return table.replace_schema_metadata(read_metadata(path).encode("full"))
 
 
-def read_metadata(path: PathLike) -> DatasetMetadata:
-    """Return the metadata of a dataset, from its first shard or, if partitioned, from all shards.
+def read_metadata(path: Paths) -> DatasetMetadata:
+    """Return the metadata of a dataset, from its first shard.
+
+    The metadata of several datasets or partitions are combined.
 
     Raises:
-        InputError: `file_metadata`: the metadata of partitions contradict each other.
+        InputError: `file_metadata`: the metadata of two datasets or partitions differ.
     """
-    found = find_shards(path)
-    if found[0].root is not None:
-        return common_metadata([Shard.open(location) for location in found])
-    return DatasetMetadata.decode(Shard.open(found[0]).pairs)
+    datasets = find_datasets(path)
+    shards = [shard for dataset in datasets for shard in dataset.shards]
+    if len(datasets) > 1 or shards[0].root is not None:
+        return common_metadata([Shard.open(location) for location in shards])
+    return DatasetMetadata.decode(Shard.open(shards[0]).pairs)
 
 
-def footers(path: PathLike) -> list[dict[bytes, bytes]]:
+def footers(path: Paths) -> list[dict[bytes, bytes]]:
     """Return the key-value metadata of each shard, after checking that no shard is missing."""
     return [shard.pairs for shard in open_shards(path)]
 
@@ -142,12 +144,12 @@ def refuse_mixed_types(shards: Sequence[Location], where: str) -> None:
         unified([Shard.open(shard) for shard in shards], where)
 
 
-def read_layout(path: PathLike) -> Layout:
+def read_layout(path: Paths) -> Layout:
     """Return the layout that the first shard declares; `full` if it declares none."""
     return layout_of(Shard.open(find_shards(path)[0]).pairs) or "full"
 
 
-def to_hf(path: PathLike) -> Any:
+def to_hf(path: Paths) -> Any:
     """Return the logical table as an in-memory `datasets.Dataset`.
 
     Raises:
@@ -169,7 +171,7 @@ class RowReader:
     The most recently used row groups are cached, up to 64 MiB. Threads may share a reader.
 
     Args:
-        path: Directory, glob or file, local or an fsspec URL.
+        path: Directory, glob or file, local or an fsspec URL, or a list of these.
 
     Attributes:
         schema: Schema of the logical table.
@@ -179,7 +181,7 @@ class RowReader:
         >>> RowReader("rollouts/").rows(4096, 4100, ["trajectory_id", "prompt_token_ids"])
     """
 
-    def __init__(self, path: PathLike) -> None:
+    def __init__(self, path: Paths) -> None:
         self._shards = open_shards(path)
         self.schema = _schema_of(self._shards)
         self._groups = [(s, i) for s in self._shards for i in range(len(s.group_sizes))]
@@ -248,7 +250,7 @@ class RowReader:
         return table
 
 
-def stored_tables(path: PathLike) -> Iterator[pa.Table]:
+def stored_tables(path: Paths) -> Iterator[pa.Table]:
     """Yield the tables as stored, including invalid ones, cut between trajectories if possible.
 
     A `prefix` row group is decoded unless its references are broken.
@@ -267,7 +269,7 @@ def _schema_of(shards: Sequence[Shard]) -> pa.Schema:
     first_with = {shard.schema: shard for shard in reversed(shards)}
     for schema, shard in first_with.items():
         raise_errors(misnamed_columns(empty_table(schema)), shard.location.path)
-    return unified(shards, os.path.dirname(shards[0].location.path))  # noqa: PTH120
+    return unified(shards, posixpath.dirname(shards[0].location.path))
 
 
 def _tables(

@@ -22,10 +22,10 @@ from rollout_io.dataset.opening import refuse_irregular, too_many_open_files
 from rollout_io.dataset.partitions import partition_fields, partition_values, with_partition
 from rollout_io.dataset.prefix_layout import decode_prefixes
 from rollout_io.dataset.sources import State, changed, state_of
-from rollout_io.dataset.storage import Location, PathLike, find_shards
+from rollout_io.dataset.storage import DatasetFiles, Location, Paths, find_datasets
 from schemas.checker import DECODE_COLUMNS, check_references, raise_errors, unreadable_text
 from schemas.columns import COLUMN_BY_NAME, PREFIX_FIELDS
-from schemas.errors import InputError, InvariantError
+from schemas.errors import InputError, InvariantError, first_of
 from schemas.metadata import (
     DatasetMetadata,
     common,
@@ -48,7 +48,7 @@ class Shard:
         self, location: Location, file: pq.ParquetFile, partition: Mapping[str, pa.Scalar]
     ) -> None:
         self.location, self._footer, self._partition = location, file.metadata, partition
-        self._state = state_of(location.path) if location.is_local else None
+        self.state = state_of(location.path) if location.is_local else None
         self.num_rows: int = file.metadata.num_rows
         self.pairs = file.metadata.metadata or {}
         self._stored: list[str] = file.schema_arrow.names
@@ -79,7 +79,7 @@ class Shard:
             verify(file, source)
             shard = cls(location, file, partition)
         is_small = file.metadata.serialized_size <= _KEPT_FOOTER_BYTES
-        if is_small and not partition and shard._state is not None and shard._state == key[1]:
+        if is_small and not partition and shard.state is not None and shard.state == key[1]:
             if len(_kept) >= _KEPT_SHARDS:
                 _kept.clear()
             _kept[key] = shard
@@ -124,8 +124,8 @@ class Shard:
     def _opened(self) -> Iterator[pq.ParquetFile]:
         with ExitStack() as stack:
             with _readable(self.location):
-                state = self._state and state_of(self.location.path)
-                if self._state and state and not state.may_be(self._state):
+                state = self.state and state_of(self.location.path)
+                if self.state and state and not state.may_be(self.state):
                     raise changed(self.location.path, "replaced or rewritten")
                 source = stack.enter_context(_source(self.location))
                 footer = self._footer
@@ -185,27 +185,65 @@ class Shard:
 _kept: dict[tuple[Location, State | None], Shard] = {}
 
 
-def open_shards(path: PathLike) -> list[Shard]:
+def open_shards(path: Paths) -> list[Shard]:
     """Open all shards of a dataset, and check that each directory is complete.
 
     Raises:
         InputError: `dataset_exists`: there is no dataset; `readable_file`, `shards_complete`,
             `file_metadata`: the dataset is damaged or incomplete.
+        InvariantError: `unique_trajectory`: the path names several datasets, and two of them have a
+            trajectory in common.
     """
-    found = find_shards(path)
-    shards = [
-        Shard.open(location, values)
-        for location, values in zip(found, partition_values(found), strict=True)
-    ]
-    if found[0].root is not None:
+    datasets = find_datasets(path)
+    opened = [_opened(dataset) for dataset in datasets]
+    shards = [shard for inside in opened for shard in inside]
+    if len(datasets) > 1:
         common_metadata(shards)
-    if Location.of(path).fs.isdir(Location.of(path).path):
+        _refuse_common_trajectories(datasets, opened)
+    return shards
+
+
+def _opened(dataset: DatasetFiles) -> list[Shard]:
+    values = partition_values(dataset.shards)
+    shards = [Shard.open(*each) for each in zip(dataset.shards, values, strict=True)]
+    if dataset.shards[0].root is not None:
+        common_metadata(shards)
+    if dataset.is_complete:
         for folder, group in groupby(shards, lambda shard: posixpath.dirname(shard.location.path)):
             inside = list(group)
             names = [posixpath.basename(shard.location.path) for shard in inside]
-            where = os.fspath(path) if inside[0].location.root is None else folder
-            refuse_incomplete(where, [Place.decode(shard.pairs) for shard in inside], names)
+            refuse_incomplete(folder, [Place.decode(shard.pairs) for shard in inside], names)
     return shards
+
+
+_distinct: set[tuple[tuple[Location, State | None], ...]] = set()  # verbs open datasets repeatedly
+
+
+def _refuse_common_trajectories(
+    datasets: Sequence[DatasetFiles], opened: Sequence[Sequence[Shard]]
+) -> None:
+    key = tuple((shard.location, shard.state) for shards in opened for shard in shards)
+    if key in _distinct:
+        return
+    place_of = dict[str, str]()
+    for dataset, shards in zip(datasets, opened, strict=True):
+        ids = {name for shard in shards for name in _trajectory_ids(shard)}
+        if common := sorted(ids & place_of.keys()):
+            first = place_of[common[0]]
+            shared = first_of(f"trajectory {common[0]!r}", len(common))
+            got = f"{first} and {dataset.where} both contain {shared}"
+            hint = "pass each trajectory once, or give the instances of one dataset other ids"
+            raise InvariantError("unique_trajectory", dataset.where, got, "", hint)
+        place_of |= dict.fromkeys(ids, dataset.where)
+    _distinct.add(key)
+
+
+def _trajectory_ids(shard: Shard) -> set[str]:
+    name = "trajectory_id"
+    is_text = name in shard.names and pa.types.is_string(shard.schema.field(name).type)
+    tables = shard.row_groups([name]) if is_text else ()
+    ids = {id_ for _, table in tables for id_ in table.column(0).unique().to_pylist()}
+    return ids - {None}
 
 
 def common_metadata(shards: Sequence[Shard]) -> DatasetMetadata:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from rollout_io.dataset.local_files import LocalFiles
-from rollout_io.dataset.storage import Location, PathLike, find_shards
+from rollout_io.dataset.storage import Location, Paths, find_shards
 from schemas.errors import InputError
 
 
@@ -23,7 +23,7 @@ class Sources:
         InputError: `dataset_exists`: a dataset does not exist.
     """
 
-    def __init__(self, *datasets: PathLike, may_grow: bool = False) -> None:
+    def __init__(self, *datasets: Paths, may_grow: bool = False) -> None:
         self._datasets, self._may_grow = datasets, may_grow
         self._before = [_versions(dataset) for dataset in datasets]
 
@@ -47,7 +47,7 @@ class Sources:
 
 
 @contextmanager
-def refuse_changed(*datasets: PathLike) -> Iterator[None]:
+def refuse_changed(*datasets: Paths) -> Iterator[None]:
     """Check at the end of a `with` block that these datasets did not change in it; see `Sources`."""
     sources = Sources(*datasets)
     yield
@@ -100,5 +100,5 @@ def _version(shard: Location) -> Any:
     return tuple(str(info.get(name)) for name in names)
 
 
-def _versions(dataset: PathLike) -> dict[str, Any]:
+def _versions(dataset: Paths) -> dict[str, Any]:
     return {shard.path: _version(shard) for shard in find_shards(dataset)}

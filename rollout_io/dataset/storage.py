@@ -8,6 +8,7 @@ import re
 import shlex
 import stat
 import uuid
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from rollout_io.dataset.remote_files import RemoteFiles
 from schemas.errors import InputError, InvariantError, count
 
 PathLike = str | os.PathLike[str]
+Paths = PathLike | Sequence[PathLike]
+"""Path of a dataset, or of several datasets that are read as one (`joined`)."""
 SHARD_PREFIX = "part-"
 SHARD_SUFFIX = ".parquet"
 _EXTRAS = {"https": "http", "gs": "gcs"}  # extras of fsspec by protocol
@@ -29,6 +32,8 @@ PARTITION_HINT = "name the directories COLUMN=VALUE, with the same columns every
 RUN_ROLLOUTS = "rollouts"  # directory in a run of `rollouts rl`: one dataset per iteration
 _RUN_FILES = ("config.json", "metrics.jsonl")
 STAGING = ".converting"  # directory of an unfinished conversion; readers skip hidden names
+_BESIDE = (".blobs", ".rejected.jsonl", ".rewards")  # paths beside a dataset, which patterns match
+_SHOWN_FOLDERS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,51 +141,141 @@ def _unknown_filesystem(url: str, error: Exception) -> InputError:
     return InputError("filesystem", url, got, "", hint)
 
 
-def find_shards(path: PathLike) -> list[Location]:
-    """Return the Parquet files of a dataset, sorted by directory, then by name.
+@dataclass(frozen=True, slots=True)
+class DatasetFiles:
+    """The Parquet files of one dataset.
+
+    Attributes:
+        where: The directory or file, as a path of its filesystem.
+        shards: The files, sorted by directory, then by name.
+        is_complete: True if these are all files of the directory.
+    """
+
+    where: str
+    shards: list[Location]
+    is_complete: bool
+
+
+def joined(paths: Paths) -> str:
+    r"""Return one path that names several datasets, which are read as one: `{A,B}`.
+
+    Example:
+        >>> joined(["runs/a", "s3://bucket/b,c"]), joined("runs/a")
+        ('{runs/a,s3://bucket/b\\,c}', 'runs/a')
+    """
+    several = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    escaped = [re.sub(r"([\\,])", r"\\\1", os.fspath(path)) for path in several]
+    return os.fspath(several[0]) if len(several) == 1 else "{" + ",".join(escaped) + "}"
+
+
+def _several(path: PathLike) -> list[str]:
+    text = os.fspath(path)
+    if not (text.startswith("{") and text.endswith("}")):
+        return [text]
+    parts = re.findall(r"((?:[^\\,]|\\.)*)(?:,|$)", text[1:-1], re.DOTALL)
+    paths = [re.sub(r"\\(.)", r"\1", part) for part in parts[:-1]]
+    return [path for path in paths if not path.rstrip("/").endswith(_BESIDE)] or paths
+
+
+def find_shards(path: Paths) -> list[Location]:
+    """Return the Parquet files of a dataset, in order; see `find_datasets`."""
+    return [shard for dataset in find_datasets(path) for shard in dataset.shards]
+
+
+def find_datasets(path: Paths) -> list[DatasetFiles]:
+    """Return the datasets that a path names.
 
     Args:
         path: A directory of shards, or of directories named `COLUMN=VALUE`; a glob of files or
-            directories of shards; or one Parquet file; local or an fsspec URL.
+            directories; one Parquet file; or several of these (`joined`); local or fsspec URLs.
 
     Raises:
-        InputError: `dataset_exists`: the path does not exist, or there are no Parquet files.
+        InputError: `dataset_exists`: a path does not exist, or there are no Parquet files.
         InvariantError: `columns_and_types`: only some of the files are in directories named
-            `COLUMN=VALUE`.
+            `COLUMN=VALUE`; `unique_trajectory`: two paths name the same file.
     """
-    root, mark, inner = os.fspath(path).rpartition(_ROOT_MARK)
+    datasets = [dataset for one in _several(joined(path)) for dataset in _datasets(one)]
+    seen = set[tuple[LocalFiles | RemoteFiles, str]]()
+    shards = [shard for dataset in datasets for shard in dataset.shards]
+    for shard in shards if len(datasets) > 1 else ():
+        place = shard.fs, os.path.realpath(shard.path) if shard.is_local else shard.path
+        if place in seen:
+            hint = (
+                "pass each dataset once; a pattern may match a path that is also passed by itself"
+            )
+            raise InvariantError(
+                "unique_trajectory", shard.path, "the file is named twice", "", hint
+            )
+        seen.add(place)
+    return datasets
+
+
+def _datasets(path: str) -> list[DatasetFiles]:
+    root, mark, inner = path.rpartition(_ROOT_MARK)
     folders, _, file = inner.rpartition("/")
     if mark and _is_partition(folders.partition("/")[0]) and file.endswith(SHARD_SUFFIX):
         top = Location.of(root)
-        return [Location(top.fs, top.join(inner).path, top.path)]
+        shard = Location(top.fs, top.join(inner).path, top.path)
+        return [DatasetFiles(shard.path, [shard], is_complete=False)]
     location = Location.of(path)
     if location.fs.isdir(location.path):
-        if partitioned := location.partitions():
-            _refuse_unpartitioned(location)
-            return [Location(location.fs, p, location.path) for p in partitioned]
-        paths = location.shards()
+        found = [_directory(location)]
     elif location.fs.exists(location.path):
-        paths = [location.path]
+        found = [DatasetFiles(location.path, [location], is_complete=False)]
     else:
-        found = [Location(location.fs, p) for p in sorted(location.fs.glob(location.path))]
-        for folder in found:
-            if folder.partitions():
-                hint = "pass its directory, or a pattern of its files"
-                got = "a pattern cannot match a partitioned dataset"
-                raise InvariantError("columns_and_types", folder.path, got, "", hint)
-        paths = [p for f in found for p in (f.shards() if f.fs.isdir(f.path) else [f.path])]
-    if not paths:
-        hint = "check the path, or create a dataset with `rollouts convert` or `rollouts generate`"
-        if location.is_local and not location.fs.exists(location.path):
-            hint = missing_hint(os.fspath(path)) or hint
-        if location.fs.exists(location.join(STAGING).path):
-            hint = "run the interrupted command again to resume"
-        is_there = location.fs.exists(location.path)
-        got = "the directory contains no .parquet files" if is_there else "the path does not exist"
-        if all(location.fs.exists(location.join(name).path) for name in _RUN_FILES):
-            got, hint = "this is a training run, not a dataset", _datasets_of_run(path, location)
-        raise InputError("dataset_exists", os.fspath(path), got, "", hint)
-    return [Location(location.fs, p) for p in paths]
+        found = list(_matches(location, is_of_folders=path.endswith("/")))
+    if found := [dataset for dataset in found if dataset.shards]:
+        return found
+    raise _no_dataset(path, location)
+
+
+def _directory(folder: Location) -> DatasetFiles:
+    if partitioned := folder.partitions():
+        _refuse_unpartitioned(folder)
+        shards = [Location(folder.fs, path, folder.path) for path in partitioned]
+    else:
+        shards = [Location(folder.fs, path) for path in folder.shards()]
+    return DatasetFiles(folder.path, shards, is_complete=True)
+
+
+def _matches(pattern: Location, *, is_of_folders: bool) -> Iterator[DatasetFiles]:
+    """Yield the datasets that a glob matches; matching files in one directory are one dataset."""
+    files = dict[str, list[Location]]()
+    for path in sorted(pattern.fs.glob(pattern.path)):
+        match = Location(pattern.fs, path)
+        if path.endswith(_BESIDE) or posixpath.basename(path).startswith((".", "_")):
+            continue
+        if match.fs.isdir(path):
+            yield _directory(match)
+        elif not is_of_folders:
+            files.setdefault(posixpath.dirname(path), []).append(match)
+    for folder, shards in files.items():
+        yield DatasetFiles(folder, shards, is_complete=False)
+
+
+def _no_dataset(path: str, location: Location) -> InputError:
+    hint = "check the path, or create a dataset with `rollouts convert` or `rollouts generate`"
+    is_there, inner = location.fs.exists(location.path), list[str]()
+    got = "the directory contains no .parquet files" if is_there else "the path does not exist"
+    if location.fs.exists(location.join(STAGING).path):
+        hint = "run the interrupted command again to resume"
+    elif not is_there and any(mark in path for mark in "*?["):
+        got = "the pattern matches no dataset"
+    elif not is_there:
+        hint = (location.is_local and missing_hint(path)) or hint
+    elif all(location.fs.exists(location.join(name).path) for name in _RUN_FILES):
+        got, hint = "this is a training run, not a dataset", _datasets_of_run(path, location)
+    elif inner := _inner_datasets(location):
+        names = ", ".join([*inner[:_SHOWN_FOLDERS], *(["..."] if inner[_SHOWN_FOLDERS:] else [])])
+        got = f"this is a folder of {count(len(inner), 'dataset')} ({names}), not a dataset"
+        hint = f"read them as one dataset: {shlex.quote(posixpath.join(path, '*/'))}"
+    return InputError("dataset_exists", path, got, "", hint)
+
+
+def _inner_datasets(folder: Location) -> list[str]:
+    """Return the names of the datasets in a directory."""
+    inside = [Location(folder.fs, path) for path in sorted(folder.fs.ls(folder.path, detail=False))]
+    return [posixpath.basename(one.path.rstrip("/")) for one in inside if one.datasets()]
 
 
 def _datasets_of_run(path: PathLike, run: Location) -> str:
@@ -230,18 +325,22 @@ def refuse_open(directory: Path) -> None:
     raise InputError("out_is_free", str(directory), got, "", "remove it, and convert again")
 
 
-def refuse_inside(out: PathLike, dataset: PathLike) -> None:
+def refuse_inside(out: PathLike, dataset: Paths) -> None:
     """Check that `out` is not inside `dataset`: its files would be read as shards of `dataset`.
 
     Raises:
         InputError: `out_is_free`: `out` is inside `dataset`.
     """
-    target, source = (
-        os.path.realpath(p.path) if p.is_local else p.path for p in map(Location.of, (out, dataset))
-    )
-    if target.startswith(source.rstrip("/") + "/"):
-        got = f"the output path is inside the input dataset {os.fspath(dataset)}"
-        raise InputError("out_is_free", os.fspath(out), got, "", "choose an --out outside of it")
+    target = Location.of(out)
+    for source in (source for source in find_datasets(dataset) if source.is_complete):
+        paths = target.path, source.where
+        if target.is_local:
+            paths = os.path.realpath(paths[0]), os.path.realpath(paths[1])
+        if target.fs == source.shards[0].fs and paths[0].startswith(paths[1].rstrip("/") + "/"):
+            got = f"the output path is inside the input dataset {source.where}"
+            raise InputError(
+                "out_is_free", os.fspath(out), got, "", "choose an --out outside of it"
+            )
 
 
 def shard_name(index: int, tag: str = "") -> str:

@@ -267,6 +267,8 @@ class RolloutWriter:
         if self._shard is not None:
             self._carried += carry(self._referred, self._parents, self._blobs)
             self._referred.clear()
+            if self._held is not None:
+                self._held.refuse_lost()
             place = None if self._places is None else self._places.next(is_last=is_last)
             footer = self.footer if is_last else {}
             self.shards.append(self._shard.publish(place, footer))

@@ -1,5 +1,6 @@
 """Forks itself into several processes for every job it reads: `python -m tests.helpers.process_server`."""
 
+import dataclasses
 import json
 import os
 import socket
@@ -91,7 +92,15 @@ def gradient(job: dict[str, Any]) -> None:
     """Save the gradient of one update of a tiny policy, and its norm."""
     rows = job["rows"]
     accelerator = make_accelerator(train_config(out="o"))
-    batch = make_batch(rows, advantages=[float(i + 1) for i in range(len(rows))])
+    advantages = [float(i + 1) for i in range(len(rows))]
+    of_all = make_batch(rows, advantages=advantages)
+    rank, size = accelerator.process_index, accelerator.num_processes
+    own = [row if i % size == rank else ([], [], []) for i, row in enumerate(rows)]
+    batch = dataclasses.replace(
+        make_batch(own, advantages=advantages),
+        num_targets=of_all.num_targets,
+        num_response=of_all.num_response,
+    )
     policy = tiny_policy(tie_word_embeddings=job["tied"])
     learner = run_of(policy, max_grad_norm=1e9, learning_rate=1e-30)
     assert learner.accelerator.num_processes == accelerator.num_processes > 1

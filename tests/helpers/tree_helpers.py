@@ -65,9 +65,9 @@ def batch_of(family: tuple[list[Row], TrajectoryIds], **values: Any) -> Batch:
     return make_batch(family[0], trajectories=family[1], **values)
 
 
-def mini_batch_of(batch: Batch, num_ranks: int = 1, **settings: Any) -> MiniBatch:
+def mini_batch_of(batch: Batch, **settings: Any) -> MiniBatch:
     """The whole batch as one mini-batch."""
-    (found,) = cut_batch(batch, config_of(**settings).batch, num_ranks)
+    (found,) = cut_batch(batch, config_of(**settings).batch)
     return found
 
 

@@ -300,26 +300,6 @@ def pack(lengths: IntArray, budget: int) -> list[IntArray]:
     return sorted((np.array(sorted(rows)) for rows in packed), key=lambda rows: int(rows[0]))
 
 
-def spread(bins: Sequence[IntArray], lengths: IntArray, num_ranks: int) -> list[IntArray]:
-    """Split bins of rows until the number of bins is a multiple of `num_ranks`, if possible.
-
-    As in `pack`, bins are ordered by their first row, and the rows of a bin are ascending.
-
-    Example:
-        >>> bins = [np.array([0, 2, 3]), np.array([1])]
-        >>> [rows.tolist() for rows in spread(bins, np.array([5, 9, 4, 1]), 3)]
-        [[0, 3], [1], [2]]
-    """
-    split = list(bins)
-    while len(split) % num_ranks and any(len(rows) > 1 for rows in split):
-        # The most expensive bin that can be split, into rows dealt out by their length.
-        costs = [int(lengths[rows].sum()) if len(rows) > 1 else -1 for rows in split]
-        rows = split.pop(int(np.argmax(costs)))
-        by_length = rows[np.argsort(-lengths[rows], kind="stable")]
-        split += [np.sort(by_length[::2]), np.sort(by_length[1::2])]
-    return sorted(split, key=lambda rows: int(rows[0]))
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowLimit:
     """Maximum length of a row.
@@ -357,16 +337,14 @@ def chain_forests(
     is_target: BoolArray,
     rows: IntArray,
     budget: int,
-    num_ranks: int = 1,
     routes: Routes | None = None,
 ) -> list[Forest]:
     """Build micro-batches of at most `budget` tokens that together contain each target once.
 
-    A row above the budget forms a separate micro-batch. The number of micro-batches is a multiple
-    of `num_ranks`, the number of processes that share them, if there are enough rows.
+    A row above the budget forms a separate micro-batch.
     """
     lengths = chain_lengths(prompts, responses, is_target)[rows]
     return [
         chain_forest(prompts, responses, is_target, rows[picked], routes)
-        for picked in spread(pack(lengths, budget), lengths, num_ranks)
+        for picked in pack(lengths, budget)
     ]

@@ -1,6 +1,7 @@
 """Cut a batch into micro-batches, in the configured layout.
 
-Rows are put together in `trainer.batches.forest` (`pack`, `spread`), trees in `trainer.batches.tree`.
+Rows are put together in `trainer.batches.forest` (`pack`), trees in `trainer.batches.tree`. Each process
+packs the rows whose tokens it has.
 """
 
 from __future__ import annotations
@@ -13,22 +14,21 @@ from trainer.batches.tree import make_trie, tree_forests
 from trainer.config.sections import BatchConfig
 
 
-def cut_batch(batch: Batch, config: BatchConfig, num_ranks: int = 1) -> list[MiniBatch]:
+def cut_batch(batch: Batch, config: BatchConfig) -> list[MiniBatch]:
     """Split a batch into mini-batches, and each into micro-batches of `tokens_per_micro_batch`.
 
-    With the layout `tree`, every row must be a single step. `num_ranks` processes share the
-    micro-batches.
+    With the layout `tree`, every row must be a single step.
     """
     tokens = batch.prompts, batch.responses
     routes, budget = batch.routes, config.tokens_per_micro_batch
     lengths = chain_lengths(*tokens, batch.trains)
-    scope = batch.group if config.tree_scope == "group" else batch.trajectory
+    scope = batch.scope(config)
     mini_batches = []
     for number in range(int(batch.mini_batch.max(initial=-1)) + 1):
         rows = np.flatnonzero(batch.mini_batch == number)
         if config.sequence_layout == "tree":
             trie = make_trie(*tokens, lengths, scope, rows, routes)
-            forests = tree_forests(trie, *tokens, batch.trains, budget, num_ranks, routes)
+            forests = tree_forests(trie, *tokens, batch.trains, budget, routes)
             forests = with_sets(forests, batch.support)
             num_distinct, num_tokens = trie.num_tokens, sum(forest.num_tokens for forest in forests)
             repeated_share = num_tokens / max(num_distinct, 1) - bool(forests)
@@ -40,6 +40,6 @@ def cut_batch(batch: Batch, config: BatchConfig, num_ranks: int = 1) -> list[Min
                 )
             )
         else:
-            forests = chain_forests(*tokens, batch.trains, rows, budget, num_ranks, routes)
+            forests = chain_forests(*tokens, batch.trains, rows, budget, routes)
             mini_batches.append(MiniBatch(forests=with_sets(forests, batch.support)))
     return mini_batches

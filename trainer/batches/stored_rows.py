@@ -11,7 +11,7 @@ import polars as pl
 import rollout_io
 from rollout_io.dataset.prefix_layout import trajectory_starts
 from rollout_io.dataset.row_digests import with_stored_digest
-from schemas.ragged import IntArray, Ragged
+from schemas.ragged import IntArray, offsets_of
 from schemas.types import as_table
 from trainer.batches.chains import ranked_steps
 
@@ -47,22 +47,21 @@ def digests_of(dataset: str, groups: Sequence[str]) -> pl.DataFrame:
     return with_stored_digest(rows).select("row_digest").collect()
 
 
-def find_origins(rows: pl.DataFrame, stored: pl.DataFrame) -> Origins:
+def find_origins(steps: pl.DataFrame, num_response: IntArray, stored: pl.DataFrame) -> Origins:
     """Find the dataset row and the position at which each token of a batch is stored.
 
     Steps are matched by their index within the trajectory, which merging does not change.
 
     Args:
-        rows: Rows of a batch, merged or split in any way, in the batch's order.
+        steps: From `place_steps`, of the rows of all processes.
+        num_response: [R] response tokens of these rows.
         stored: instance_id, trajectory_id, step_index, response_ids, row_digest, and optionally
             segments, of the same groups' complete trajectories in the order of the dataset.
     """
-    steps = _place_steps(rows)
     places = steps.join(
-        _place_steps(stored), on=["trajectory_id", "number"], how="left", maintain_order="left"
+        place_steps(stored), on=["trajectory_id", "number"], how="left", maintain_order="left"
     )
-    responses = Ragged.from_arrow(rows["response_ids"].to_arrow())
-    begin = responses.offsets[steps["row"].to_numpy()] + steps["start"].to_numpy()
+    begin = offsets_of(num_response)[steps["row"].to_numpy()] + steps["start"].to_numpy()
     order = np.argsort(begin, kind="stable")
     return Origins(
         rows=stored.select(
@@ -78,8 +77,12 @@ def find_origins(rows: pl.DataFrame, stored: pl.DataFrame) -> Origins:
     )
 
 
-def _place_steps(rows: pl.DataFrame) -> pl.DataFrame:
-    """Find the row and the position of every step in the given rows."""
+def place_steps(rows: pl.DataFrame) -> pl.DataFrame:
+    """Find every step of rows that are merged or split in any way.
+
+    Returns:
+        trajectory_id, number (of the step in its trajectory), row, start (in the row's response).
+    """
     names = [name for name in ("trajectory_id", "segments") if name in rows.columns]
     table = as_table(rows.select(names))
     starts = trajectory_starts(table)

@@ -204,14 +204,11 @@ def tree_forests(
     responses: Ragged,
     is_target: BoolArray,
     budget: int,
-    num_ranks: int = 1,
     routes: Routes | None = None,
 ) -> list[Forest]:
     """Build micro-batches of at most `budget` tokens that together contain each target once.
 
     A tree that exceeds the budget is split between rows such that the fewest tokens are repeated.
-    The number of micro-batches is a multiple of `num_ranks`, the number of processes that share them,
-    if there are enough rows.
     """
     if not len(trie.rows):
         return []
@@ -221,7 +218,7 @@ def tree_forests(
     bins = [np.concatenate([pieces[i] for i in picked]) for picked in pack(sizes, budget)]
     return [
         trie_forest(trie.part(index), prompts, responses, is_target, routes)
-        for index in _spread(trie, bins, num_ranks)
+        for index in sorted((np.sort(rows) for rows in bins), key=lambda rows: int(rows[0]))
     ]
 
 
@@ -280,21 +277,3 @@ def _cheapest_cuts(lengths: list[int], shared: list[int], budget: int) -> list[i
 def _size(lengths: list[int], upto: list[int], first: int, last: int) -> int:
     """Count the distinct tokens of a run of rows."""
     return lengths[first] + upto[last] - upto[first]
-
-
-def _spread(trie: Trie, bins: list[IntArray], num_ranks: int) -> list[IntArray]:
-    """Split the largest bins in two until the number of bins is a multiple of `num_ranks`.
-
-    If there are too few rows, the number may not be a multiple.
-    """
-    split = sorted((np.sort(rows) for rows in bins), key=lambda rows: int(rows[0]))
-    while len(split) % num_ranks and any(len(rows) > 1 for rows in split):
-        sizes = [trie.part(rows).num_tokens if len(rows) > 1 else 0 for rows in split]
-        rows = split.pop(int(np.argmax(sizes)))
-        part = trie.part(rows)
-        # The cut whose larger half is the smallest; the half behind it repeats what it shares.
-        upto = np.cumsum(part.lengths - part.shared)
-        after = part.lengths[1:] + upto[-1] - upto[1:]
-        at = 1 + int(np.argmin(np.maximum(upto[:-1], after)))
-        split += [rows[:at], rows[at:]]
-    return sorted(split, key=lambda rows: int(rows[0]))

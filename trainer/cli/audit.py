@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from rollout_io.cli.datasets import dataset_argument
 from rollout_io.cli.output import emit_json, emit_styled, example, note, shown_log, warn
 from rollout_io.retokenize.local import about_other_tokenizer, tokenizer_directory
 from schemas.errors import InputError, count
@@ -21,7 +22,7 @@ EXAMPLE = "rollouts audit run/rollouts/iteration_00005 --weights run --tokenizer
 @click.command(
     short_help="Find how the stored log-probabilities were sampled.", epilog=example(EXAMPLE)
 )
-@click.argument("dataset", metavar="DS", type=click.Path())
+@dataset_argument()
 @click.option(
     "--weights",
     multiple=True,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rollout_io.cli.datasets import workers_of
+from rollout_io.cli.datasets import dataset_argument, workers_of
 from rollout_io.cli.output import (
     announced_stop,
     emit,
@@ -49,7 +49,7 @@ _NOWHERE = f"{os.devnull}/run"
 
 
 @click.command(epilog=example(EXAMPLE))
-@click.argument("dataset", metavar="DS", type=click.Path(), required=False)
+@dataset_argument(required=False)
 @click.option("--model", metavar="DIR", help="Hugging Face model directory.")
 @click.option(
     "--out",

@@ -1,19 +1,22 @@
-"""Balance micro-batches over processes."""
+"""Balance the rows of a batch over processes."""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from accelerate import Accelerator
 
 from schemas.ragged import IntArray
 from trainer.batches.forest import Forest
+from trainer.distributed.processes import over_processes
 
-MicroBatches = Sequence[tuple[int, Forest]]
-"""Micro-batches with their numbers, as `own_forests` returns them."""
-Watch = Callable[[MicroBatches], Iterable[tuple[int, Forest]]]
+FloatArray = npt.NDArray[np.float64]
+
+Watch = Callable[[Sequence[Forest]], Iterable[Forest]]
 """Function that iterates over micro-batches, to observe which ones have been forwarded."""
 DEPTH_OF_DOUBLE_COST = 16_384
 """Depth at which a token's attention costs as much as its other operations: about 6 x hidden_size."""
@@ -34,47 +37,45 @@ gradients or gather parameters wait for every process.
 """
 
 
-def cost(forest: Forest) -> float:
-    """Estimate a forward pass's time, in tokens: linear cost, plus attention growing with depth."""
-    return forest.num_tokens + int(forest.position_ids.sum()) / DEPTH_OF_DOUBLE_COST
+def cost(lengths: IntArray) -> FloatArray:
+    """Estimate the time to forward each row, in tokens: linear cost, plus attention with depth."""
+    return lengths + lengths * (lengths - 1) / (2 * DEPTH_OF_DOUBLE_COST)
 
 
-def balance(costs: Sequence[float], num_ranks: int) -> IntArray:
-    """Assign micro-batches to ranks, with similar costs in each round and similar totals per rank.
+def balance(costs: FloatArray, units: IntArray, num_ranks: int) -> IntArray:
+    """Assign the rows of a mini-batch to processes, so that all have about the same cost.
 
     Args:
-        costs: Cost of each micro-batch.
+        costs: [R] cost of each row.
+        units: [R] rows with the same number go to the same process.
         num_ranks: Number of processes.
 
     Returns:
-        [rounds, num_ranks] micro-batch of each rank in each round; -1 if none is left. A single
-        rank gets all micro-batches in order.
+        [R] process of each row; -1 for rows of a unit without a cost, which no process needs.
 
     Example:
-        >>> balance([1.0, 7.0, 3.0, 6.0, 2.0], 2).tolist()  # rank 0: 7, 2 and 1; rank 1: 6 and 3
-        [[0, -1], [1, 3], [4, 2]]
+        >>> costs = np.array([1.0, 7.0, 3.0, 6.0, 2.0])
+        >>> balance(costs, np.arange(5), 2).tolist()  # 7, 2 and 1; 6 and 3
+        [0, 0, 1, 1, 0]
+        >>> balance(costs, np.array([0, 0, 1, 1, 1]), 2).tolist()
+        [1, 1, 0, 0, 0]
     """
-    cost = np.asarray(costs, dtype=np.float64)
-    order = np.argsort(-cost, kind="stable")
-    rounds = np.full((-(-len(cost) // num_ranks), num_ranks), -1, dtype=np.int64)
-    load = np.zeros(num_ranks)
-    # Each round has neighbours in the order of costs, so that no rank waits long for another; the
-    # rank with the least work so far gets the largest.
-    for number, dealt in enumerate(rounds):
-        picked = order[number * num_ranks :][:num_ranks]
-        ranks = np.argsort(load, kind="stable")[: len(picked)]
-        dealt[ranks] = picked
-        load[ranks] += cost[picked]
-    # Rounds run in the order of their first micro-batch; a single rank thus keeps the order.
-    first = np.where(rounds < 0, len(cost), rounds).min(axis=1, initial=len(cost))
-    return rounds[np.argsort(first)]
+    _, unit = np.unique(units, return_inverse=True)
+    sums = np.bincount(unit, costs)
+    rank_of = np.full(len(sums), -1, np.int64)
+    loads = [(0.0, rank) for rank in range(num_ranks)]
+    for number in np.argsort(-sums, kind="stable").tolist():
+        if sums[number] > 0:
+            load, rank = loads[0]
+            rank_of[number] = rank
+            heapq.heapreplace(loads, (load + float(sums[number]), rank))
+    return rank_of[unit]
 
 
-def own_forests(accelerator: Accelerator, forests: Sequence[Forest]) -> list[tuple[int, Forest]]:
-    """Return this process's micro-batches with their numbers, padded with fillers (number -1).
+def own_forests(accelerator: Accelerator, forests: Sequence[Forest]) -> list[Forest]:
+    """Return this process's micro-batches, padded with fillers.
 
     Thus all processes forward the same number of micro-batches.
     """
-    rounds = balance([cost(forest) for forest in forests], accelerator.num_processes)
-    numbers = rounds[:, accelerator.process_index].tolist()
-    return [(number, forests[number] if number >= 0 else FILLER) for number in numbers]
+    (most,) = over_processes(accelerator, [len(forests)], "max").tolist()
+    return [*forests, *[FILLER] * (int(most) - len(forests))]

@@ -1,29 +1,27 @@
 """Exchange results between the processes that train one model.
 
-All processes make the same plan and have the same batch. Each process reads and forwards a part of
-the batch, and the processes exchange results so that all have the same values. With a single
-process, nothing is exchanged.
+All processes make the same plan. Each reads a part of a batch, sends its rows to the processes that
+forward them, and knows only the sizes of the other rows. Numbers of single targets are gathered only
+where a result depends on all of them. With a single process, nothing is exchanged.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import polars as pl
+import numpy as np
+import numpy.typing as npt
 
 from schemas.errors import InputError, RolloutError, decode, encode
+from schemas.ragged import IntArray
 from trainer.distributed.liveness import lost_error
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from torch import Tensor
-
-    from trainer.batches.forest import Forest
 
 T = TypeVar("T")
 STORE = "ROLLOUTS_PROCESS_STORE"
@@ -146,61 +144,70 @@ def own_groups(accelerator: Accelerator, groups: Sequence[str]) -> Sequence[str]
     return groups[slice(*bounds)]
 
 
-def exchange_rows(accelerator: Accelerator, rows: pl.DataFrame | None) -> pl.DataFrame:
-    """Concatenate the rows of all processes by rank; `rows` is None if this process read none."""
+def exchanged(accelerator: Accelerator, parts: Sequence[bytes]) -> list[bytes]:
+    """Send each process its part; return what each process sent to this one, ordered by rank."""
     if accelerator.num_processes == 1:
-        assert rows is not None
-        return rows
-    file = io.BytesIO()
-    if rows is not None:
-        rows.write_ipc(file)
-    parts = [data for data in gather_bytes(accelerator, file.getvalue()) if data]
-    return pl.concat([pl.read_ipc(io.BytesIO(data)) for data in parts])
+        return list(parts)
+    import torch
+    from torch import distributed
+
+    device = accelerator.device
+    sizes = torch.tensor([len(part) for part in parts], device=device)
+    coming = torch.empty_like(sizes)
+    distributed.all_to_all_single(coming, sizes)
+    data = torch.frombuffer(bytearray(b"".join(parts) or b"-"), dtype=torch.uint8)
+    received = torch.empty(int(coming.sum()), dtype=torch.uint8, device=device)
+    data = data[: int(sizes.sum())].to(device)
+    distributed.all_to_all_single(received, data, coming.tolist(), sizes.tolist())
+    split: Any = received.cpu().split
+    return [part.numpy().tobytes() for part in split(coming.tolist())]
 
 
-def combine(accelerator: Accelerator, values: Tensor, forests: Sequence[Forest]) -> Tensor:
-    """Combine the values that each process computed for its targets.
+def gather_in_main(accelerator: Accelerator, data: bytes) -> list[bytes]:
+    """Send each process's bytes to the main process, ordered by rank; other processes get none."""
+    to_main = [data, *[b""] * (accelerator.num_processes - 1)]
+    received = exchanged(accelerator, to_main)
+    return received if accelerator.is_main_process else []
+
+
+def over_processes(
+    accelerator: Accelerator, values: npt.ArrayLike, reduction: Literal["sum", "max"]
+) -> npt.NDArray[np.float64]:
+    """Return the sums or maxima over all processes of a few numbers, as float64."""
+    numbers = np.array(values, np.float64)
+    if accelerator.num_processes == 1:
+        return numbers
+    import torch
+    from torch.distributed import ReduceOp, all_reduce
+
+    reduced = torch.from_numpy(numbers).to(accelerator.device)
+    all_reduce(reduced, ReduceOp.SUM if reduction == "sum" else ReduceOp.MAX)
+    return np.asarray(reduced.cpu().numpy())
+
+
+def of_all_processes(
+    accelerator: Accelerator, key: IntArray, columns: Sequence[npt.NDArray[Any]]
+) -> tuple[list[npt.NDArray[Any]], IntArray]:
+    """Gather numbers of every target where a result depends on all of them.
 
     Args:
         accelerator: The Accelerator of the run.
-        values: [T] float32 on the CPU, known at the targets of this process's micro-batches, 0
-            elsewhere.
-        forests: The micro-batches of all processes; they determine which tokens are targets.
+        key: [M] row or trajectory of this process's targets, ascending; no other process has it.
+        columns: [M] numbers of these targets.
 
     Returns:
-        [T] float32 on the CPU; NaN where there is no target.
-    """
-    import torch
-
-    targets = torch.zeros(len(values), dtype=torch.bool)
-    for forest in forests:
-        targets[forest.target_slot] = True
-    if accelerator.num_processes > 1:
-        values = accelerator.reduce(values.to(accelerator.device), reduction="sum").cpu()
-    return torch.where(targets, values, torch.nan)
-
-
-def gather_parts(
-    accelerator: Accelerator, parts: Mapping[int, Mapping[str, Tensor]]
-) -> list[Mapping[str, Tensor]]:
-    """Gather the named tensors of all micro-batches on the CPU, ordered by micro-batch number.
-
-    `parts` are the tensors of this process's micro-batches, by number; fillers (below 0) are
-    ignored.
+        The columns of the targets of all processes, ordered by `key`, and the [M] positions of this
+        process's targets in them.
     """
     if accelerator.num_processes == 1:
-        return [parts[number] for number in sorted(parts)]
-    from safetensors.torch import load, save
-
-    flat = {f"{k} {name}": t for k, part in parts.items() if k >= 0 for name, t in part.items()}
-    gathered: dict[int, dict[str, Tensor]] = {}
-    for data in gather_bytes(accelerator, save(flat)):
-        for key, tensor in load(data).items():
-            number, _, name = key.partition(" ")
-            gathered.setdefault(int(number), {})[name] = tensor
-    names = dict.fromkeys(next(iter(parts.values()), {}))
-    names |= dict.fromkeys(name for part in gathered.values() for name in part)
-    return [
-        {name: gathered[number][name] for name in names if name in gathered[number]}
-        for number in sorted(gathered)
-    ]
+        return list(columns), np.arange(len(key))
+    together = np.stack([key, *columns], axis=1).astype(np.float64)
+    parts = [np.frombuffer(data) for data in gather_bytes(accelerator, together.tobytes())]
+    every = np.concatenate(parts).reshape(-1, together.shape[1])
+    first = sum(map(len, parts[: accelerator.process_index])) // together.shape[1]
+    order = np.argsort(every[:, 0], kind="stable")
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order))
+    ordered = every[order]
+    whole = [ordered[:, i].astype(c.dtype) for i, c in enumerate(columns, start=1)]
+    return whole, place[first : first + len(key)]

@@ -166,7 +166,7 @@ def _count(run: Run, settings: dict[str, Any]) -> tuple[Layout, int]:
         num_trained += int(batch.trains.sum())
         lengths.append(chain_lengths(batch.prompts, batch.responses, batch.trains))
         run.limit.check(lengths[-1], batch.names)
-        mini_batches = cut_batch(batch, config, run.accelerator.num_processes)
+        mini_batches = cut_batch(batch, config)
         parts += [([f.num_tokens for f in p.forests], p.num_distinct_tokens) for p in mini_batches]
     whole, sizes = np.concatenate(lengths), [size for part, _ in parts for size in part]
     distinct = sum(number or 0 for _, number in parts)

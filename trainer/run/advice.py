@@ -17,6 +17,7 @@ from trainer.batches.forest import Forest
 from trainer.batches.plan import Plan, num_groups_of_one
 from trainer.config.functions import ADVANTAGE_ESTIMATOR, LOSS_REDUCTION
 from trainer.config.train_config import TrainConfig
+from trainer.distributed.balance import FILLER
 from trainer.loss import policy_logprobs
 from trainer.run.run import Run
 
@@ -154,9 +155,10 @@ def likely_cause(run: Run, batch: Batch, forests: Sequence[Forest]) -> str:
     tries a shift of `rollout_logprobs` by one token. A cause is named if undoing it leaves at most
     a third of the difference. The batch must have `rollout_logprobs` at the targets.
     """
-    now = policy_logprobs(run, batch, forests[:1])
+    first = [*forests, FILLER][:1]  # processes with fewer micro-batches must forward as many
+    now = policy_logprobs(run, batch, first)
     before = _distance(now, batch.rollout_logprobs)
-    distances = {**_misplaced(now, batch), **dict(_at_temperatures(run, batch, forests[0]))}
+    distances = {**_misplaced(now, batch), **dict(_at_temperatures(run, batch, first[0]))}
     cause = min(distances, key=lambda text: distances[text])
     if distances[cause] <= EXPLAINED * before:
         reduced = f"from {before:.2g} to {distances[cause]:.2g} nats in one micro-batch"
@@ -186,10 +188,10 @@ def _at_temperatures(run: Run, batch: Batch, forest: Forest) -> Iterator[tuple[s
     recorded = sorted(set(batch.temperature[forest.target_slot].tolist()))
     noted = " and ".join(f"{value:g}" for value in recorded)
     for value in TEMPERATURES:
+        temperature = torch.full_like(batch.temperature, value)
+        other = dataclasses.replace(batch, temperature=temperature)
+        logprobs = policy_logprobs(run, other, [forest])
         if recorded != [value]:
-            temperature = torch.full_like(batch.temperature, value)
-            other = dataclasses.replace(batch, temperature=temperature)
-            logprobs = policy_logprobs(run, other, [forest])
             text = f"rollout_logprobs are at temperature {value:g}, but the rows record {noted}"
             yield text, _distance(logprobs, batch.rollout_logprobs)
 

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 import polars as pl
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
+from schemas.ragged import IntArray
 from trainer.algorithms.advantages.token import FloatArray, batch_normalize
 from trainer.algorithms.configured import advantages_of_rewards
 from trainer.algorithms.losses.kl import adapted_kl_coef, kl_estimates, rewards_less_kl
@@ -19,9 +21,17 @@ from trainer.config.functions import ADVANTAGE_ESTIMATOR, Function, bind
 from trainer.config.loss_config import LossConfig
 from trainer.config.sections import AdvantageConfig
 from trainer.config.train_config import TrainConfig
+from trainer.distributed.pooled import Pooled
+from trainer.distributed.processes import of_all_processes, over_processes
 
 
-def estimate(batch: Batch, advantage: AdvantageConfig, *, is_supervised: bool = False) -> Batch:
+def estimate(
+    accelerator: Accelerator,
+    batch: Batch,
+    advantage: AdvantageConfig,
+    *,
+    is_supervised: bool = False,
+) -> Batch:
     """Estimate the advantages of a complete batch: `advantages`, `raw_advantages`, `value_targets`.
 
     Estimators of token rewards (gae, reinforce++) run here. Those of a trajectory (grpo, rloo,
@@ -34,12 +44,18 @@ def estimate(batch: Batch, advantage: AdvantageConfig, *, is_supervised: bool = 
     """
     at = torch.from_numpy(batch.chains.slots)
     values = None if batch.values is None else batch.values[at].numpy().astype(np.float64)
-    raw, targets = _along_chains(batch, advantage, values)
+    own = np.arange(len(at))
+    if advantage.by_token:
+        raw, targets, own = _along_chains(accelerator, batch, advantage, values)
+    else:
+        raw, targets = batch.advantages.numpy()[batch.chains.slots].astype(np.float64), None
+        if advantage.normalizes_batch:
+            (raw,), own = of_all_processes(accelerator, batch.chains.trajectory, [raw])
     advantages = batch_normalize(raw) if advantage.normalizes_batch else raw
 
     def spread(per_target: FloatArray, fill: float) -> Tensor:
         tokens = torch.full((len(batch.trains),), fill)
-        tokens[at] = torch.from_numpy(per_target).float()
+        tokens[at] = torch.from_numpy(per_target[own]).float()
         return tokens
 
     return dataclasses.replace(
@@ -51,20 +67,31 @@ def estimate(batch: Batch, advantage: AdvantageConfig, *, is_supervised: bool = 
 
 
 def _along_chains(
-    batch: Batch, advantage: AdvantageConfig, values: FloatArray | None
-) -> tuple[FloatArray, FloatArray | None]:
-    """Compute advantages and critic targets ([N] each), in the order of `batch.chains`."""
-    slots = batch.chains.slots
-    if not advantage.by_token:
-        return batch.advantages.numpy()[slots].astype(np.float64), None
-    group = batch.group[batch.responses.row_of(slots)]
-    rewards, trajectory = batch.chains.rewards, batch.chains.trajectory
+    accelerator: Accelerator, batch: Batch, advantage: AdvantageConfig, values: FloatArray | None
+) -> tuple[FloatArray, FloatArray | None, IntArray]:
+    """Compute advantages and critic targets of the chains of all processes.
+
+    Returns:
+        Advantages and targets ([N] each), and the positions of `batch.chains` in them.
+    """
+    trajectory, group = (
+        batch.chains.trajectory,
+        batch.group[batch.responses.row_of(batch.chains.slots)],
+    )
+    columns = [batch.chains.rewards, trajectory, group, *([] if values is None else [values])]
+    (rewards, trajectory, group, *rest), own = of_all_processes(accelerator, trajectory, columns)
     estimator = bind(ADVANTAGE_ESTIMATOR, advantage)
-    return advantages_of_rewards(rewards, trajectory, group, values, estimator)
+    known = rest[0] if rest else None
+    return *advantages_of_rewards(rewards, trajectory, group, known, estimator), own
 
 
 def charge_kl(
-    batch: Batch, plan: Plan, groups: Sequence[str], config: TrainConfig, coef: float
+    accelerator: Accelerator,
+    batch: Batch,
+    plan: Plan,
+    groups: Sequence[str],
+    config: TrainConfig,
+    coef: float,
 ) -> tuple[Batch, dict[str, float]]:
     """Subtract coef times the estimated divergence from every trained token's reward.
 
@@ -90,12 +117,14 @@ def charge_kl(
         num = int(batch.trajectory.max(initial=-1)) + 1
         charges = rewards_less_kl(torch.zeros(len(kl)), kl, coef).numpy()
         sums = np.bincount(trajectory, charges, num).astype(np.float64)
+        sums = over_processes(accelerator, sums, "sum")
         of_trajectory = _advantages_of_returns(plan, groups, estimator, sums)
         per_row = np.repeat(of_trajectory[batch.trajectory], batch.responses.lengths)
         advantages = torch.from_numpy(per_row).float()
         batch = dataclasses.replace(batch, advantages=advantages)
-    size = {"loss/avg_kl": kl.mean(), "loss/avg_kl_max": kl.max()} if len(kl) else {}
-    return batch, {"loss/kl_reward_coef": coef} | {name: float(v) for name, v in size.items()}
+    pooled = Pooled(accelerator, kl)
+    size = {"loss/avg_kl": pooled.mean, "loss/avg_kl_max": pooled.highest} if pooled.number else {}
+    return batch, {"loss/kl_reward_coef": coef} | size
 
 
 def _advantages_of_returns(

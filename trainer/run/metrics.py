@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
 import polars as pl
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
 from pipelines.rewards import is_above
@@ -22,6 +24,8 @@ from trainer.batch import Batch
 from trainer.batches.plan import Plan
 from trainer.config.functions import POLICY_LOSS
 from trainer.config.train_config import TrainConfig
+from trainer.distributed.pooled import Pooled
+from trainer.distributed.processes import over_processes
 
 SPREADS = {
     "is_ratio": "std max min",
@@ -87,7 +91,9 @@ def generated_metrics(
     return metrics
 
 
-def batch_metrics(plan: Plan, batch: Batch, groups: Sequence[str]) -> list[dict[str, Any]]:
+def batch_metrics(
+    accelerator: Accelerator, plan: Plan, batch: Batch, groups: Sequence[str]
+) -> list[dict[str, Any]]:
     """Compute counts and rewards of each mini-batch, and SkyRL's rewards and advantages of the batch.
 
     Metrics with SkyRL's names (`reward/...`, `loss/...`) are about the entire batch, as in SkyRL,
@@ -110,7 +116,7 @@ def batch_metrics(plan: Plan, batch: Batch, groups: Sequence[str]) -> list[dict[
         value.clip(lower_bound=0).mean().alias("reward/mean_positive_reward"),
         _passed(trajectories).alias("reward/avg_pass_at_n"),
         pl.col("return").filter(trains).mean().alias("loss/avg_final_rewards"),
-    ).row(0, named=True) | _raw_advantages(batch)
+    ).row(0, named=True) | _raw_advantages(accelerator, batch)
     num_rows = np.bincount(batch.mini_batch).tolist()
     num_greedy, num_truncated = (
         np.bincount(batch.mini_batch, rows).astype(np.int64).tolist()
@@ -133,12 +139,12 @@ def _passed(trajectories: pl.DataFrame) -> pl.Series:
     return groups.select(pl.col("passed").mean())["passed"]
 
 
-def _raw_advantages(batch: Batch) -> dict[str, float | None]:
+def _raw_advantages(accelerator: Accelerator, batch: Batch) -> dict[str, float | None]:
     assert batch.raw_advantages is not None
-    raw = batch.raw_advantages.numpy()[batch.trains]
-    mean = float(raw.mean()) if len(raw) else None
-    size = float(np.abs(raw).mean()) if len(raw) else None
-    return {"loss/avg_raw_advantages": mean, "loss/avg_raw_advantages_abs": size}
+    raw = batch.raw_advantages[torch.from_numpy(batch.trains)]
+    mean, size = Pooled(accelerator, raw), Pooled(accelerator, raw.abs())
+    names = {"loss/avg_raw_advantages": mean, "loss/avg_raw_advantages_abs": size}
+    return {name: pooled.mean if pooled.number else None for name, pooled in names.items()}
 
 
 def _free_name(name: str) -> str:
@@ -147,36 +153,53 @@ def _free_name(name: str) -> str:
     return f"{GENERATED[0]}{name}" if is_taken else name
 
 
-def update_metrics(parts: Sequence[Mapping[str, Tensor]], loss_name: str) -> dict[str, float]:
-    """Combine the metrics of micro-batches: sum the loss terms, and average all other metrics."""
-    names = parts[0] if parts else NO_SHARE
+def update_metrics(
+    accelerator: Accelerator, parts: Sequence[Mapping[str, Tensor]], loss_name: str
+) -> dict[str, float]:
+    """Combine the metrics of all micro-batches: sum the loss terms, and average other metrics.
+
+    `parts` are the columns of this process's micro-batches.
+    """
+    names = parts[0] if parts else dict.fromkeys(NO_SHARE)
     for part in parts:
-        if part.keys() != parts[0].keys():
-            different = ", ".join(sorted(part.keys() ^ parts[0].keys()))
-            finding = f"it returns the metrics {different} for some micro-batches, not for others"
-            raise InputError(POLICY_LOSS.rule_id, loss_name, finding)
+        if part.keys() != names.keys():
+            raise _other_names(part.keys() ^ names.keys(), loss_name)
     columns = {name: torch.cat([torch.zeros(0), *(part[name] for part in parts)]) for name in names}
+    _refuse_other_names(accelerator, columns, loss_name)
     metrics: dict[str, float] = {}
     for name in ("loss", "policy_loss", "policy_kl"):
         if name in columns:
-            metrics[name] = float(columns.pop(name).sum())
-    metrics |= agreement(columns.pop("rollout_logprobs_diff", torch.zeros(0)))
+            metrics[name] = Pooled(accelerator, columns.pop(name)).sum
+    difference = columns.pop("rollout_logprobs_diff", torch.zeros(0, dtype=torch.float64))
+    metrics |= agreement(difference, accelerator)
     for name, subject in SPREADS.items():
-        values = columns.get(name, torch.zeros(0))
-        if len(values) and not values.isnan().any():
-            metrics[f"{name}_mean"] = float(values.mean())
-            spread = {"max": values.max(), "min": values.min(), "std": _deviation(values)}
-            metrics |= {f"{name}_{kind}": float(spread[kind]) for kind in subject.split()}
-        columns.pop(name, None)
-    return metrics | {name: float(v.mean()) if len(v) else 0.0 for name, v in columns.items()}
+        values = Pooled(accelerator, columns.pop(name, torch.zeros(0)))
+        if values.number and not values.has_nan:
+            metrics[f"{name}_mean"] = values.mean
+            spread = {"max": values.highest, "min": values.lowest, "std": values.deviation}
+            metrics |= {f"{name}_{kind}": spread[kind] for kind in subject.split()}
+    pools = {name: Pooled(accelerator, values) for name, values in columns.items()}
+    return metrics | {name: pool.mean if pool.number else 0.0 for name, pool in pools.items()}
 
 
-def _deviation(values: Tensor) -> Tensor:
-    """Compute the sample standard deviation; 0 for a single value."""
-    return values.std() if len(values) > 1 else values.new_zeros(())
+def _refuse_other_names(
+    accelerator: Accelerator, columns: Mapping[str, Tensor], loss_name: str
+) -> None:
+    """Check that the processes have the same metrics; otherwise their exchanges would not match."""
+    digest = zlib.crc32("\n".join(columns).encode())
+    highest = over_processes(accelerator, [digest, -digest], "max")
+    if highest[0] != -highest[1]:
+        raise _other_names(columns, loss_name)
 
 
-def agreement(difference: Tensor) -> dict[str, float]:
+def _other_names(names: Iterable[str], loss_name: str) -> InputError:
+    finding = (
+        f"it returns the metrics {', '.join(sorted(names))} for some micro-batches, not for others"
+    )
+    return InputError(POLICY_LOSS.rule_id, loss_name, finding)
+
+
+def agreement(difference: Tensor, accelerator: Accelerator | None = None) -> dict[str, float]:
     """Compute metrics of a mini-batch's log-probability differences; see `schemas.run_metrics`.
 
     The effective share of the tokens is Kish's effective sample size divided by the number of
@@ -186,7 +209,8 @@ def agreement(difference: Tensor) -> dict[str, float]:
 
     Args:
         difference: [M] float64 nats, the trainer's minus the sampler's log-probability of each
-            trained token.
+            trained token of this process.
+        accelerator: The Accelerator of the run; None: there is one process.
 
     Returns:
         Metrics by name; empty without tokens, or if any log-probability is NaN.
@@ -196,16 +220,20 @@ def agreement(difference: Tensor) -> dict[str, float]:
         >>> found["rollout_logprobs_diff_mean"], found["rollout_logprobs_abs_diff_mean"]
         (-0.1, 0.15)
     """
-    if not len(difference) or difference.isnan().any():
+    signed = Pooled(accelerator, difference)
+    if not signed.number or signed.has_nan:
         return {}
-    distance, ratio = difference.abs(), bounded_exp(difference)
+    distance, ratio = Pooled(accelerator, difference.abs()), bounded_exp(difference)
+    share = Pooled(accelerator, ratio).sum ** 2 / (
+        signed.number * Pooled(accelerator, ratio**2).sum
+    )
     percentiles = (50, 90, 99)
-    quantiles = np.percentile(distance.numpy(), percentiles)
+    quantiles = distance.percentiles(percentiles)
     named = {f"p{p}": value for p, value in zip(percentiles, quantiles, strict=True)}
-    spread = distance.std() if len(distance) > 1 else 0.0
-    named |= {"mean": distance.mean(), "std": spread, "max": distance.max(), "min": distance.min()}
+    named |= {"mean": distance.mean, "std": distance.deviation}
+    named |= {"max": distance.highest, "min": distance.lowest}
     return {
-        **{f"rollout_logprobs_abs_diff_{name}": float(value) for name, value in named.items()},
-        "rollout_logprobs_diff_mean": float(difference.mean()),
-        "is_effective_share": float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())),
+        **{f"rollout_logprobs_abs_diff_{name}": value for name, value in named.items()},
+        "rollout_logprobs_diff_mean": signed.mean,
+        "is_effective_share": share,
     }

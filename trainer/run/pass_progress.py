@@ -54,24 +54,22 @@ class Passes:
         # What runs, and since when; `tick` reads it in another thread, so it is replaced as a whole.
         self._now: tuple[str, float] | None = None
 
-    def __call__(
-        self, name: str, share: Sequence[tuple[int, Forest]]
-    ) -> Iterator[tuple[int, Forest]]:
-        """Yield the micro-batches of a pass, each with its number, and count them.
+    def __call__(self, name: str, share: Sequence[Forest]) -> Iterator[Forest]:
+        """Yield the micro-batches of a pass, and count them.
 
         `share` are this process's micro-batches, from `own_forests`.
         """
-        num_tokens, done_tokens = sum(forest.num_tokens for _, forest in share), 0
+        num_tokens, done_tokens = sum(forest.num_tokens for forest in share), 0
         began_s, bar = self._clock(), self._bar or Bar(0, "", shows=False)
         with bar.part(num_tokens, "tokens", name) as row:
-            for index, (number, forest) in enumerate(share, start=1):
+            for index, forest in enumerate(share, start=1):
                 tokens = f"{done_tokens:,} of {num_tokens:,} tokens done"
                 if len(share) == 1:  # nothing is done before the end of the pass
                     tokens = f"{num_tokens:,} tokens"
                 text = f"{name}, micro-batch {index} of {len(share)}, {tokens}"
                 self._now = text, began_s
                 self.tick()
-                yield number, forest
+                yield forest
                 done_tokens += forest.num_tokens
                 row.update(forest.num_tokens)
         self._now = None

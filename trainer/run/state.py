@@ -6,19 +6,22 @@ import hashlib
 import json
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import polars as pl
 import torch
+from accelerate import Accelerator
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save, save_file
 from torch import Tensor, nn
 
 from schemas.errors import InputError
+from schemas.ragged import IntArray
 from trainer.batches.plan import Plan
+from trainer.distributed.processes import gather_in_main
 from trainer.distributed.sharding import sharded_like, whole
 
 
@@ -32,12 +35,15 @@ class Position:
         kl_coef: Coefficient of the divergence in the current batch's reward.
         outputs: Model outputs at the start of the current batch, [T] float32 on the CPU, by name:
             see `Batch.outputs`. Empty between batches.
+        place: With several processes, the [T] indices of the outputs of this process among those of
+            all, and the number of all; None: the outputs are complete, as in a checkpoint.
     """
 
     batch: int = 0
     mini_batch: int = 0
     kl_coef: float
     outputs: dict[str, Tensor] = field(default_factory=dict)
+    place: tuple[IntArray, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +97,23 @@ def optimizer_tensors(optimizers: Optimizers, *, keep: bool) -> OptimizerTensors
         name: _state_of(optimizer, model, keep=keep)
         for name, (model, optimizer) in optimizers.items()
     }
+
+
+def with_whole_outputs(accelerator: Accelerator, progress: Progress) -> Progress:
+    """Return the progress to save, with the outputs of all processes; all must call it together.
+
+    Only the main process gets them.
+    """
+    position = progress.position
+    if position.place is None:
+        return progress
+    slots, number = position.place
+    sent = save(position.outputs | {"slots": torch.from_numpy(slots)})
+    outputs = {name: torch.full((number,), torch.nan) for name in position.outputs}
+    for part in map(load, gather_in_main(accelerator, sent)):
+        for name, values in outputs.items():
+            values[part["slots"]] = part[name]
+    return replace(progress, position=replace(position, outputs=outputs, place=None))
 
 
 def save_state(path: Path, optimizers: OptimizerTensors, digest: str, progress: Progress) -> None:

@@ -32,7 +32,7 @@ from trainer.batches.forest import Forest
 from trainer.batches.stored_rows import Origins
 from trainer.batches.transfer import Arriving, to_device
 from trainer.config.loss_config import LossConfig
-from trainer.distributed.processes import gather_bytes
+from trainer.distributed.processes import gather_in_main, over_processes
 from trainer.run.messages import say
 from trainer.run.run_store import published
 
@@ -83,6 +83,8 @@ class TokenRecorder:
             values["importance_weights"] = probability_ratio(
                 values["logprobs"], targets.old_logprobs
             )
+        if targets.ref_logprobs is not None:
+            values["ref_logprobs"] = targets.ref_logprobs
         picked = self.recorded[slots].nonzero()[:, 0]
         if not len(picked):
             return
@@ -90,25 +92,35 @@ class TokenRecorder:
         arriving = Arriving({name: column.detach()[on_device] for name, column in values.items()})
         self._parts.append((slots[picked], arriving))
 
-    def gathered(self, accelerator: Accelerator) -> dict[str, Tensor]:
-        """Gather the values of all processes ([K] by column), sorted by `slots`.
+    def gathered(self, accelerator: Accelerator, batch: Batch) -> dict[str, Tensor]:
+        """Gather the values of all processes in the main process, [K] by column, sorted by `slots`.
 
-        The result is empty if no target was recorded. All processes must call this together.
+        `slots` are indices in the response tokens of all processes. The result is empty if no target
+        was recorded, and in other processes. All processes must call this together.
         """
         columns = _concatenated([part.read() | {"slots": slots} for slots, part in self._parts])
         if accelerator.num_processes > 1:
-            shares = gather_bytes(accelerator, save(columns))
+            if columns:
+                columns["slots"] = torch.from_numpy(batch.global_slots)[columns["slots"]]
+            shares = gather_in_main(accelerator, save(columns))
             columns = _concatenated([part for part in map(load, shares) if part])
         order = columns["slots"].argsort() if columns else None
         return {name: values[order] for name, values in columns.items()}
 
 
 def recorder_of(
-    batch: Batch, forests: Sequence[Forest], how: RecordTokens, *, seed: int, global_step: int
+    accelerator: Accelerator,
+    batch: Batch,
+    forests: Sequence[Forest],
+    how: RecordTokens,
+    *,
+    seed: int,
+    global_step: int,
 ) -> TokenRecorder | None:
     """Return a recorder for an update; None if nothing is recorded.
 
     Args:
+        accelerator: The Accelerator of the run.
         batch: The batch.
         forests: Micro-batches of the update.
         how: Targets to record: none, the targets of `SAMPLED_GROUPS` groups, or all.
@@ -123,7 +135,9 @@ def recorder_of(
     if how == "sampled":
         slots = np.flatnonzero(recorded)
         group = batch.group[batch.responses.row_of(slots)]
-        order = np.random.default_rng((seed, global_step)).permutation(np.unique(group))
+        present = np.bincount(group, minlength=len(batch.group_names))
+        groups = np.flatnonzero(over_processes(accelerator, present, "sum"))
+        order = np.random.default_rng((seed, global_step)).permutation(groups)
         recorded[slots] = np.isin(group, order[:SAMPLED_GROUPS])
     return TokenRecorder(recorded)
 

@@ -49,12 +49,12 @@ COMMANDS = [
     ("record -o new", 2, "usage", ["missing option --upstream", "pass --upstream URL"]),
     ("plot", 2, "usage", ["missing argument RUN"]),
     (
-        "merge DS DS -o new",
+        "diff DS DS DS",
         2,
         "usage",
-        ["unexpected extra argument", "rollouts merge [OPTIONS] DS"],
+        ["unexpected extra argument", "rollouts diff [OPTIONS] A B"],
     ),
-    ("stats DS DS", 2, "usage", ["summarises one dataset", "rollouts diff DS DS"]),
+    ("stats DS DS", 1, "unique_trajectory", ["named twice", "pass each dataset once"]),
     ("drift DS --retokenize", 1, "tokenizer", ["a tokenizer is required", "--tokenizer DIR"]),
     ("filter DS --max-staleness 1 --dry-run", 2, "usage", ["--max-staleness", "--policy-version"]),
     # numbers and choices

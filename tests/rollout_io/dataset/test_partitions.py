@@ -239,10 +239,11 @@ def test_hidden_files_are_no_part_of_a_partitioned_dataset(dataset):
     assert values(dataset, "run") == ["a", "a", "b", "b"]
 
 
-def test_a_pattern_that_matches_a_partitioned_dataset_is_refused(dataset):
+def test_a_pattern_reads_partitioned_and_other_datasets_as_one(dataset):
     write(dataset.parent / "DS2", "c")
-    with refused("columns_and_types", where="DS", got="a pattern", kind=InvariantError):
-        rollout_io.read(dataset.parent / "DS*")
+    pattern = dataset.parent / "DS*"
+    assert values(pattern, "run") == ["a", "a", "b", "b", None, None]
+    assert values(pattern, "instance_id") == ["a", "a", "b", "b", "c", "c"]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -254,7 +255,9 @@ def rewarded_batch() -> Any:
 def test_gae_follows_the_steps_and_skips_what_does_not_train() -> None:
     values = torch.tensor([0.5, math.nan, 0.25, 1.0, -1.0, 2.0])
     settings_ = config(estimator="gae", gamma=0.5, gae_lambda=0.5)
-    found = estimate(dataclasses.replace(rewarded_batch(), values=values), settings_.advantage)
+    found = estimate(
+        Accelerator(), dataclasses.replace(rewarded_batch(), values=values), settings_.advantage
+    )
     chained = np.array([0.5, 0.25, 1.0, -1.0, 2.0])
     expected = gae(
         np.array([0.0, 1.0, 2.0, 0.0, 4.0]), chained, np.array([0, 0, 0, 1, 1]), gamma=0.5, lam=0.5
@@ -268,7 +271,9 @@ def test_gae_follows_the_steps_and_skips_what_does_not_train() -> None:
 
 
 def test_reinforce_plus_plus_whitens_the_returns_over_trained_tokens_alone() -> None:
-    found = estimate(rewarded_batch(), config(estimator="reinforce++", gamma=0.5).advantage)
+    found = estimate(
+        Accelerator(), rewarded_batch(), config(estimator="reinforce++", gamma=0.5).advantage
+    )
     expected = discounted_returns(
         np.array([0.0, 1.0, 2.0, 0.0, 4.0]), np.array([0, 0, 0, 1, 1]), gamma=0.5
     )
@@ -280,13 +285,13 @@ def test_reinforce_plus_plus_whitens_the_returns_over_trained_tokens_alone() -> 
 
 
 def test_outcome_advantages_reach_every_trained_token() -> None:
-    found = estimate(rewarded_batch(), config(estimator="rloo").advantage)
+    found = estimate(Accelerator(), rewarded_batch(), config(estimator="rloo").advantage)
     assert found.advantages.tolist() == [3.0, 0.0, 3.0, 3.0, 5.0, 5.0]
     assert found.raw_advantages.tolist() == found.advantages.tolist()
 
 
 def test_batch_normalization_counts_trained_tokens_alone() -> None:
-    found = estimate(rewarded_batch(), config(batch_normalize=True).advantage)
+    found = estimate(Accelerator(), rewarded_batch(), config(batch_normalize=True).advantage)
     # mean 19 / 5, variance 24 / 25 over the five trained tokens
     expected = [(a - 3.8) / math.sqrt(0.96) for a in (3.0, 3.0, 3.0, 5.0, 5.0)]
     assert found.advantages[[0, 2, 3, 4, 5]].tolist() == pytest.approx(expected, rel=1e-6)

@@ -16,7 +16,6 @@ from tests.helpers.trainer_helpers import (
     tiny_policy,
     update_with,
 )
-from trainer.batches.forest import pack, spread
 from trainer.config.functions import POLICY_LOSS
 from trainer.distributed.balance import FILLER, balance, cost
 from trainer.loss import policy_logprobs
@@ -28,54 +27,34 @@ SAMPLED = [[-2.0, -3.0], [-1.0, -2.0, -4.0]]
 
 
 def test_the_costliest_go_to_the_processes_with_the_least_to_do() -> None:
-    assert balance([1.0, 7.0, 3.0, 6.0, 2.0], 2).tolist() == [[0, -1], [1, 3], [4, 2]]
+    assert balance(np.array([1.0, 7.0, 3.0, 6.0, 2.0]), np.arange(5), 2).tolist() == [0, 0, 1, 1, 0]
+
+
+@given(COSTS, st.integers(1, 8), st.data())
+def test_rows_of_a_unit_go_to_one_process_and_rows_of_a_unit_without_a_cost_to_none(
+    costs: list[float], num_ranks: int, data: st.DataObject
+) -> None:
+    size = len(costs)
+    units = np.array(data.draw(st.lists(st.integers(0, 9), min_size=size, max_size=size)), np.int64)
+    free = np.array(data.draw(st.lists(st.booleans(), min_size=size, max_size=size)), np.bool_)
+    cost_of = np.where(free, 0.0, costs)
+    ranks = balance(cost_of, units, num_ranks)
+    for unit in np.unique(units):
+        (rank,) = set(ranks[units == unit].tolist())
+        assert (rank == -1) == (cost_of[units == unit].sum() == 0)
+        assert rank < num_ranks
 
 
 @given(COSTS, st.integers(1, 8))
-def test_every_micro_batch_is_dealt_once_and_all_processes_have_as_many_rounds(
-    costs: list[float], num_ranks: int
-) -> None:
-    rounds = balance(costs, num_ranks)
-    assert rounds.shape == (-(-len(costs) // num_ranks), num_ranks)
-    assert sorted(rounds[rounds >= 0].tolist()) == list(range(len(costs)))
-
-
-@given(COSTS, st.integers(1, 8))
-def test_a_round_holds_neighbours_in_cost_and_totals_differ_by_one_micro_batch_at_most(
-    costs: list[float], num_ranks: int
-) -> None:
-    rounds = balance(costs, num_ranks)
-    dealt = np.where(rounds < 0, 0.0, np.array([*costs, 0.0])[rounds])
-    by_cost = dealt[np.argsort(-dealt.sum(axis=1), kind="stable")]
-    assert (by_cost[1:].max(axis=1) <= by_cost[:-1].min(axis=1)).all()
-    assert np.ptp(dealt.sum(axis=0)) <= max(costs, default=0.0) * (1 + 1e-9)
-
-
-@given(COSTS)
-def test_one_process_has_all_of_them_in_their_order(costs: list[float]) -> None:
-    assert balance(costs, 1)[:, 0].tolist() == list(range(len(costs)))
-
-
-@given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 8), st.integers(50, 120))
-def test_bins_are_split_until_every_process_has_as_many_and_keep_the_budget(
-    lengths: list[int], num_ranks: int, budget: int
-) -> None:
-    tokens = np.array(lengths, dtype=np.int64)
-    packed = pack(tokens, budget)
-    bins = spread(packed, tokens, num_ranks)
-    assert all(tokens[rows].sum() <= budget for rows in bins)
-    assert sorted(row for rows in bins for row in rows) == np.flatnonzero(tokens).tolist()
-    assert len(bins) % num_ranks == 0 or all(len(rows) == 1 for rows in bins)
-    assert len(packed) <= len(bins) < len(packed) + num_ranks
-    if num_ranks == 1:
-        assert [rows.tolist() for rows in bins] == [rows.tolist() for rows in packed]
+def test_totals_of_processes_differ_by_one_unit_at_most(costs: list[float], num_ranks: int) -> None:
+    ranks = balance(np.array(costs), np.arange(len(costs)), num_ranks)
+    totals = np.bincount(ranks, costs, num_ranks) if costs else np.zeros(num_ranks)
+    assert np.ptp(totals) <= max(costs, default=0.0) * (1 + 1e-9)
 
 
 def test_a_deep_token_costs_more_than_a_shallow_one() -> None:
-    deep, shallow = ([1] * 40, [2], [True]), ([1] * 20, [2], [True])
-    one, two = (forests_of(make_batch(rows))[0] for rows in ([deep], [shallow, shallow]))
-    assert one.num_tokens == two.num_tokens == 40
-    assert cost(one) == 40 + 780 / 16384 > cost(two)
+    deep, shallow = cost(np.array([40, 20]))
+    assert deep == 40 + 780 / 16384 > 2 * shallow
 
 
 LOSSES: list[dict[str, Any]] = [

@@ -8,6 +8,7 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
+from accelerate import Accelerator
 from polars.io.plugins import register_io_source
 
 import pipelines
@@ -133,7 +134,7 @@ def test_gradient_comes_from_groups_with_a_trained_token_whose_advantage_is_not_
     rows = [token, token, ([1], [2], [False]), token]
     ids = [("moves", "moves_0"), ("same", "same_0"), ("masked", "masked_0"), ("moves", "moves_1")]
     batch = make_batch(rows, advantages=[0.5, 0.0, 1.0, -0.5], trajectories=ids)
-    assert groups_with_gradient(batch) == {"moves"}
+    assert groups_with_gradient(Accelerator(), batch) == {"moves"}
 
 
 def test_a_batch_asks_the_scan_for_its_own_groups_alone(tmp_path: Path) -> None:

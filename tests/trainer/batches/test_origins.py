@@ -13,7 +13,7 @@ from schemas.ragged import Ragged
 from schemas.strategies import rollout_tables
 from schemas.types import as_table
 from tests.helpers.examples import examples
-from trainer.batches.stored_rows import find_origins
+from trainer.batches.stored_rows import find_origins, place_steps
 
 FORMS: dict[str, Any] = {
     "as it is": lambda table: table,
@@ -42,7 +42,7 @@ def test_a_sampled_token_is_mapped_to_its_place_in_the_dataset(
     batch = batch.sort("instance_id", descending=True, maintain_order=True)
     kept, used = (Ragged.from_arrow(rows["response_ids"].to_arrow()) for rows in (dataset, batch))
     slots = np.flatnonzero(Ragged.from_arrow(batch["loss_mask"].to_arrow()).values)
-    origins = find_origins(batch, dataset)
+    origins = find_origins(place_steps(batch), used.lengths, dataset)
     row, position = origins.of(slots)
     assert (position < kept.lengths[row]).all()
     at = kept.offsets[row] + position

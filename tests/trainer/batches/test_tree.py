@@ -19,7 +19,6 @@ from tests.helpers.tree_helpers import (
     families,
     mini_batch_of,
     parents,
-    random_rows,
     trie_of,
 )
 from trainer.batches.forest import attention_mask
@@ -66,13 +65,13 @@ def test_a_response_that_forks_has_two_subtrees() -> None:
 
 
 @settings(max_examples=examples(60), deadline=None)
-@given(families(), st.integers(24, 60), st.sampled_from(["trajectory", "group"]), st.integers(1, 3))
+@given(families(), st.integers(24, 60), st.sampled_from(["trajectory", "group"]))
 def test_micro_batches_hold_every_target_once_after_its_own_row_within_the_budget(
-    family: Family, budget: int, scope: str, num_ranks: int
+    family: Family, budget: int, scope: str
 ) -> None:
     rows, _ = family
     batch = batch_of(family)
-    found = mini_batch_of(batch, num_ranks, tree_scope=scope, tokens_per_micro_batch=budget)
+    found = mini_batch_of(batch, tree_scope=scope, tokens_per_micro_batch=budget)
     forests = found.forests
     slots = torch.cat([f.target_slot for f in forests])
     assert sorted(slots.tolist()) == np.flatnonzero(batch.trains).tolist()
@@ -145,16 +144,6 @@ def test_no_other_way_to_cut_repeats_fewer_tokens(rows: list[list[int]], budget:
             if tokens <= budget:
                 best[end] = min(best[end], best[begin] + tokens)
     assert sum(costs) == best[-1]
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_one_large_tree_is_halved_until_every_rank_has_a_part(num_ranks: int) -> None:
-    rows = random_rows(np.random.default_rng(0), 12)
-    batch = make_batch(rows, trajectories=[("a", "a_0")] * len(rows))
-    found = mini_batch_of(batch, num_ranks)
-    sizes = [forest.num_tokens for forest in found.forests]
-    assert len(sizes) == num_ranks
-    assert num_ranks == 1 or max(sizes) < 40 < sum(sizes[:1]) + 40 < 49 + 40
 
 
 @pytest.mark.parametrize(("scope", "num_tokens"), [("trajectory", 16_075), ("group", 13_896)])

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 
 import pipelines
 import rollout_io
@@ -40,7 +41,9 @@ def charged(dataset: str, layout: str, **settings: Any) -> Any:
     ref = torch.where(torch.from_numpy(batch.trains), torch.tensor(-2.0), torch.nan)
     old = ref + torch.from_numpy(drift).float()
     batch = dataclasses.replace(batch, old_logprobs=old, ref_logprobs=ref)
-    charged_batch, metrics = charge_kl(batch, plan, plan.batches[0], config, coef=0.5)
+    charged_batch, metrics = charge_kl(
+        Accelerator(), batch, plan, plan.batches[0], config, coef=0.5
+    )
     return batch, charged_batch, metrics
 
 

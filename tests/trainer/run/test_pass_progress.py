@@ -41,7 +41,7 @@ def forward(
     passes: Passes, clock: Clock, name: str, sizes: list[int], rate: float, last: int | None = None
 ) -> None:
     """Forward micro-batches at a rate in tokens/s, up to the one numbered `last`."""
-    for number, one in passes(name, [(i, forest(n)) for i, n in enumerate(sizes)]):
+    for number, one in enumerate(passes(name, [forest(n) for n in sizes])):
         if number == last:
             return
         clock.now += one.num_tokens / rate
@@ -74,7 +74,7 @@ def test_a_micro_batch_that_takes_long_has_lines_that_say_so(
     passes = Passes(Bar(1, "updates"), num_planned=1, clock=clock)
     with ticking(passes):
         for name, num in ((OLD_LOGPROBS, 1), (TRAINING, 2)):
-            for number, _ in passes(name, [(i, forest(500)) for i in range(num)]):
+            for number, _ in enumerate(passes(name, [forest(500)] * num)):
                 for _ in range(2 - number):
                     capsys.readouterr()
                     clock.now += 31.0
@@ -115,7 +115,7 @@ def test_a_terminal_shows_the_pass_and_its_tokens(monkeypatch: pytest.MonkeyPatc
         with Bar(4, "updates", done=1) as bar:
             passes = Passes(bar, num_planned=4, num_made=1, clock=clock)
             for name, last in ((OLD_LOGPROBS, 5), (TRAINING, 1)):
-                for number, _ in passes(name, [(i, forest(1000)) for i in range(6)]):
+                for number, _ in enumerate(passes(name, [forest(1000)] * 6)):
                     bar._progress.refresh()
                     if number == last:
                         break

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -64,7 +65,7 @@ def check_layouts_agree(
         learner, critic = run_of(POLICY, **config), run_of_critic(CRITIC)
         values = critic_values(critic, batch, forests)
         estimates = estimate(
-            dataclasses.replace(batch, values=values), config_of(**config).advantage
+            Accelerator(), dataclasses.replace(batch, values=values), config_of(**config).advantage
         )
         if estimates.value_targets is not None:
             errors = (estimates.value_targets - values)[torch.from_numpy(batch.trains)]
@@ -158,7 +159,7 @@ def test_the_critics_gradient_is_that_of_steps(family: Family, budget: int, seed
         learner = run_of_critic(critic, max_grad_norm=1e9, critic_learning_rate=1e-30)
         values = critic_values(learner, batch, forests)
         targets = estimate(
-            dataclasses.replace(batch, values=values), config.advantage
+            Accelerator(), dataclasses.replace(batch, values=values), config.advantage
         ).value_targets
         assert targets is not None
         kept: list[torch.Tensor] = []

@@ -138,7 +138,7 @@ class ChangedBatch:
             batch.mini_batches[step.number].metrics for batch in (step.batch, self.batch)
         )
         others = {name: value for name, value in step.metrics.items() if name not in before}
-        moving = groups_with_gradient(self.batch) & _groups_of(run, step)
+        moving = groups_with_gradient(run.accelerator, self.batch) & _groups_of(run, step)
         step = dataclasses.replace(step, batch=self.batch, moving=moving, metrics=after | others)
         return dataclasses.replace(self.run, progress=run.progress), step
 
@@ -211,12 +211,11 @@ def without_rows(run: Run, step: Step, changes: Changes) -> Step:
         trains=batch.trains & ~leaves,
         mini_batch=np.where(gone & (batch.mini_batch == step.number), nowhere, batch.mini_batch),
     )
-    num_processes = run.accelerator.num_processes
-    mini_batches = tuple(cut_batch(batch, run.config.batch, num_processes))
+    mini_batches = tuple(cut_batch(batch, run.config.batch))
     counted = _metrics_without(run, step, batch)
     metrics = step.metrics | mini_batches[step.number].metrics | counted
     batch = dataclasses.replace(batch, mini_batches=mini_batches)
-    moving = groups_with_gradient(batch) & _groups_of(run, step)
+    moving = groups_with_gradient(run.accelerator, batch) & _groups_of(run, step)
     return dataclasses.replace(step, batch=batch, metrics=metrics, moving=moving)
 
 
@@ -308,7 +307,7 @@ def _metrics_without(run: Run, step: Step, batch: Batch) -> dict[str, Any]:
     names = [ids[number] for number in lost]
     others = run.plan.trajectories.filter(~pl.col("trajectory_id").is_in(names))
     plan = dataclasses.replace(run.plan, trajectories=others)
-    counted = batch_metrics(plan, batch, step.batch.groups)
+    counted = batch_metrics(run.accelerator, plan, batch, step.batch.groups)
     return counted[step.number]
 
 
