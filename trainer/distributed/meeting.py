@@ -129,8 +129,10 @@ def refuse_strangers() -> None:
     missing = [name for name in needed if name not in os.environ]
     if is_several and missing:
         several = ", ".join(f"{name} is {size}" for name, size in sizes.items() if size != "1")
-        text = f"{several or 'MASTER_ADDR is set'}, but {' and '.join(missing)} are not set: the"
-        text += " started processes would not find each other"
+        text = (
+            f"{several or 'MASTER_ADDR is set'} without {', '.join(missing)}: the started processes"
+        )
+        text += " would not find each other"
         hint = "start them with torchrun, or with `accelerate launch --multi_gpu`, also on CPUs"
         raise ConfigError("launch", missing[0], "not set", hint=hint, message=text)
 
