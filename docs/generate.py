@@ -252,7 +252,8 @@ All other keys are in the [table of all keys](#configuration). Set keys without 
 
 ## How it trains
 
-`rollouts train` trains a policy on a rollout dataset. DS may be local or any fsspec URL (`s3://...`); RUN is a local directory.
+`rollouts train` trains a policy on a rollout dataset. DS may be local or any fsspec URL (`s3://...`); RUN is a local
+directory, or a URL ([Several machines](machines.md#without-a-shared-disk)).
 
 **Batches.** Groups are used in the order of their first appearance. `groups_per_batch` groups share one pass for the old
 log-probabilities; `groups_per_mini_batch` groups form one optimizer step, however many turns they have. Memory holds the
@@ -272,7 +273,8 @@ each update prints one line, and a long update prints a line at most every 30 se
 hides the bar and these lines. Suspicious values cause a warning, once per run. In Python, `trainer.train` writes these
 lines to the logger `trainer`: `logging.basicConfig(level="INFO")` shows them.
 
-Ctrl-C and SIGTERM save a checkpoint after the current update and stop the run; a second signal ends it at once.
+Ctrl-C and SIGTERM save a checkpoint after the current update and stop the run; a second signal, at least a second later, ends it at
+once.
 `rollouts train --resume RUN` continues from the latest checkpoint, bit for bit.
 
 **Checks.** All checks run before the first update and before anything is written. A run is rejected if, for example,
@@ -343,7 +345,7 @@ it does not lag behind trends or jumps. Without `--out`, the image is
 
 `--num-processes` starts the processes on this machine: one per GPU, or on the CPU. They find each other through a file, so
 no port is needed, and they end together if one of them or the command itself is killed. You can also use `accelerate
-launch` or `torchrun`, for example for FSDP2. [`rollouts rl`](rl.md#several-processes) also trains in several processes.
+launch` or `torchrun`, for example for FSDP2 or [several machines](machines.md). [`rollouts rl`](rl.md#several-processes) also trains in several processes.
 
 The number of processes is not part of the configuration and does not change results. Each process reads some of the groups
 and forwards some of the micro-batches, and the processes exchange what they need. Advantages, denominators, metrics and the
@@ -356,8 +358,9 @@ Only reductions that depend on micro-batches give different results: `token_mean
 without a target, which contributes no gradient. Checkpoints do not depend on the number of processes, so you can resume
 with a different number.
 
-Only the main process writes files and messages. An error in one process ends all of them with one message. Processes wait up
-to two hours for each other, enough to write a large checkpoint.
+Only the main process writes files and messages. An error in one process ends all of them with one message on each machine.
+Processes wait up to two hours for each other, enough to write a large checkpoint; a machine that does not respond is noticed
+within a minute.
 
 Enable FSDP2 (sharding of parameters, gradients and optimizer state, as in ZeRO-3) in Accelerate's config file, or with
 

@@ -6,6 +6,7 @@ is left when the machines are closed. `unavailable` says why a host does not all
 
 import os
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -14,11 +15,18 @@ from pathlib import Path
 from typing import Any, Self
 
 import psutil
-import pytest
 
 from tests.conftest import ROOT
+from tests.helpers.trainer_helpers import group_rows, save_tiny_model, write_dataset
 
 SUBNET = "10.77.0"
+PORT = "29555"
+SETTINGS = [
+    "--lr=3e-4",
+    "--set=loss.tis_ratio_type=none",
+    "--set=batch.groups_per_batch=2",
+    "--set=batch.groups_per_mini_batch=1",
+]
 _HOLD = ["sh", "-c", "echo ready; exec sleep infinity"]
 
 
@@ -113,13 +121,17 @@ class Machine:
             directory.mkdir(parents=True, exist_ok=True)
             _call(self.pid, "mount", "-t", "tmpfs", "tmpfs", str(directory))
 
+    def command(self, *words: str) -> list[str]:
+        """The command by which this process runs another one on the machine."""
+        return _inside(self.pid, *words)
+
     def path(self, path: Path) -> Path:
         """Where this process finds a file of the machine."""
         return Path(f"/proc/{self.pid}/root{path}")
 
     def start(self, *command: str, **environment: str) -> "Started":
         """Start a command on the machine."""
-        usual = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+        usual = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         self.started.append(Started(_inside(self.pid, *command), usual | environment))
         return self.started[-1]
 
@@ -142,6 +154,49 @@ class Machine:
             started.__exit__()
         self._holder.kill()
         self._holder.communicate()
+
+
+class Lab:
+    """Two machines, with what runs need on both, and a private directory each."""
+
+    def __init__(self, folder: Path, opened: list[Machine]) -> None:
+        self.folder, self.machines = folder, opened
+        self.private = folder / "private"
+        rows = group_rows(8, (1.0, 0.0, 0.5))
+        self.dataset = write_dataset(folder / "ds", rows)
+        self.model = save_tiny_model(folder / "model")
+
+    def arguments(self, name: str) -> list[str]:
+        """A run in the private directory of each machine."""
+        return [self.dataset, f"--model={self.model}", f"--out={self.private / name}", *SETTINGS]
+
+    def start(
+        self,
+        rank: int,
+        *arguments: str,
+        size: int = 2,
+        each: int = 1,
+        module: str = "rollout_io",
+        **more: str,
+    ) -> Started:
+        """Start one of `size` processes, of which each machine has `each`, as a launcher does."""
+        ranks = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % each}
+        numbers = {name: str(number) for name, number in (ranks | {"MASTER_PORT": PORT}).items()}
+        numbers |= {"MASTER_ADDR": self.machines[0].address, "LOCAL_WORLD_SIZE": str(each)}
+        command = [sys.executable, "-P", "-m", module, *arguments]
+        return self.machines[rank // each].start(*command, **numbers | more)
+
+    def train(self, *sides: list[str]) -> list[Started]:
+        """Train to the end, with the arguments of each machine."""
+        started = [self.start(rank, "train", *side) for rank, side in enumerate(sides)]
+        for process in started:
+            assert process.wait() == 0, process.output()
+        return started
+
+    def files(self, rank: int, name: str = "") -> list[str]:
+        """Names of the files in a machine's private directory."""
+        there = self.machines[rank].path(self.private / name)
+        return sorted(str(path.relative_to(there)) for path in there.rglob("*"))
 
 
 @contextmanager
@@ -170,6 +225,3 @@ def unavailable() -> str | None:
             return None
     except OSError as error:
         return f"namespaces are not allowed here: {error}"
-
-
-needs_machines = pytest.mark.skipif("unavailable() is not None", reason="needs namespaces")

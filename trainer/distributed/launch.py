@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import rollout_io
 from rollout_io.configuration import flat
-from schemas.errors import ConfigError, count
+from schemas.errors import ConfigError
 from trainer.config.train_config import PATHS, TrainConfig, default_dtype
 from trainer.distributed.meeting import (
     ARRIVAL,
@@ -47,7 +47,6 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
     run, dtype = config.run, config.model.dtype or default_dtype()
     precision = "bf16" if dtype == "bfloat16" else "no"
     _forget_other_precision(precision)
-    num_launched = int(os.environ.get("WORLD_SIZE", "1"))
     accelerator = Accelerator(
         mixed_precision=precision,
         log_with=list(run.trackers) or None,
@@ -58,11 +57,6 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
         ],
     )
     _MADE.append(weakref.ref(accelerator))
-    if accelerator.num_processes != num_launched:
-        seen = count(accelerator.num_processes, "process", "es")
-        text = f"WORLD_SIZE is {num_launched}, but Accelerate sees {seen}"
-        hint = "pass --num-processes N instead of starting the processes"
-        raise ConfigError("launch", "WORLD_SIZE", seen, hint=hint, message=text)
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and dtype == "bfloat16":
         # Temperatures and log-probabilities must not be rounded.

@@ -66,12 +66,16 @@ def watch(store: Store, address: str, places: list[str], rank: int) -> None:
     global _watch
     _watch = _Watch(places, rank)
     if rank:
-        _watch.connect(*json.loads(store.get("liveness")))
+        host, port, token = json.loads(store.get("liveness"))
+        connection = socket.create_connection((host, port), SILENCE_S)
+        connection.sendall(f"{rank} {token}\n".encode())
+        _watch.follow(connection, 0)
     else:
         token = secrets.token_hex(16)
-        server = socket.create_server((address, 0), backlog=len(places))
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        server = socket.create_server((address, 0), family=family, backlog=len(places))
         store.set("liveness", json.dumps([address, server.getsockname()[1], token]))
-        _watch.accept(server, token)
+        threading.Thread(target=_watch.accept, args=(server, token), daemon=True).start()
 
 
 class _Watch:
@@ -87,9 +91,6 @@ class _Watch:
 
     def accept(self, server: socket.socket, token: str) -> None:
         """Accept the connections of all other processes, in the main one."""
-        threading.Thread(target=self._accept, args=(server, token), daemon=True).start()
-
-    def _accept(self, server: socket.socket, token: str) -> None:
         with server:
             while len(self._connections) < len(self._places) - 1:
                 connection = server.accept()[0]
@@ -97,17 +98,12 @@ class _Watch:
                 with suppress(OSError, ValueError):
                     rank, proof = connection.makefile().readline().split()
                     if secrets.compare_digest(proof, token):
-                        self._follow(connection, int(rank))
+                        self.follow(connection, int(rank))
                         continue
                 connection.close()
 
-    def connect(self, address: str, port: int, token: str) -> None:
-        """Connect to the main process."""
-        connection = socket.create_connection((address, port), SILENCE_S)
-        connection.sendall(f"{self._rank} {token}\n".encode())
-        self._follow(connection, 0)
-
-    def _follow(self, connection: socket.socket, rank: int) -> None:
+    def follow(self, connection: socket.socket, rank: int) -> None:
+        """Wait for the end of the connection to a process, in a thread."""
         connection.settimeout(None)
         options = {"TCP_KEEPIDLE": _CHECK_S, "TCP_KEEPINTVL": _CHECK_S}
         options |= {"TCP_KEEPCNT": SILENCE_S // _CHECK_S - 1, "TCP_USER_TIMEOUT": SILENCE_S * 1000}

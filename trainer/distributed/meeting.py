@@ -15,6 +15,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from schemas.errors import ConfigError, InputError, RolloutError, decode, encode
 from trainer.distributed.liveness import watch
-from trainer.distributed.processes import STARTER, STORE, as_rollout_error
+from trainer.distributed.processes import STARTER, STORE, as_rollout_error, is_main
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -62,7 +63,7 @@ def together(
     """
     if _num_launched() == 1:
         return work()
-    return _meeting().hold(work, facts, patience)
+    return _meeting().hold(work, facts, patience)[0]
 
 
 def from_main(work: Callable[[], str]) -> str:
@@ -70,8 +71,8 @@ def from_main(work: Callable[[], str]) -> str:
     if _num_launched() == 1:
         return work()
     meeting = _meeting()
-    text = together(lambda: work() if meeting.rank == 0 else "")
-    return meeting.sent(text)
+    works, tells = (work, lambda text: {"text": text}) if is_main() else (str, lambda _: {})
+    return str(meeting.hold(works, tells, PATIENCE)[1]["text"])
 
 
 def machines() -> list[str]:
@@ -124,11 +125,14 @@ def refuse_strangers() -> None:
     sizes = {name: os.environ.get(name) or "1" for name in ("WORLD_SIZE", *_SIZES)}
     is_several = any(size != "1" for size in sizes.values()) or "MASTER_ADDR" in os.environ
     needed = [] if STORE in os.environ else ["MASTER_ADDR", "MASTER_PORT"]
-    missing = [name for name in ("WORLD_SIZE", "RANK", *needed) if name not in os.environ]
+    needed += ["WORLD_SIZE", "RANK", "LOCAL_RANK"]
+    missing = [name for name in needed if name not in os.environ]
     if is_several and missing:
         several = ", ".join(f"{name} is {size}" for name, size in sizes.items() if size != "1")
-        text = f"{several or 'MASTER_ADDR is set'}, but {' and '.join(missing)} are not set: the"
-        text += " started processes would not find each other"
+        text = (
+            f"{several or 'MASTER_ADDR is set'} without {', '.join(missing)}: the started processes"
+        )
+        text += " would not find each other"
         hint = "start them with torchrun, or with `accelerate launch --multi_gpu`, also on CPUs"
         raise ConfigError("launch", missing[0], "not set", hint=hint, message=text)
 
@@ -152,8 +156,10 @@ class _Meeting:
         self.store = self._open()
 
     def _open(self) -> Store:
+        from torch import distributed
         from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
         from torch.distributed import DistNetworkError, DistStoreError
+        from torch.distributed.distributed_c10d import _get_default_store
 
         if file := os.environ.get(STORE):
             if os.getppid() != int(os.environ[STARTER]):
@@ -163,6 +169,8 @@ class _Meeting:
                     "process_lost", "--num-processes", "the `rollouts` command was killed"
                 )
             return FileStore(file, self.size)
+        if distributed.is_initialized():  # by the user's program, or by Ray Train
+            return PrefixStore("rollouts", _get_default_store())
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         is_server = self.rank == 0 and not is_agents
@@ -189,75 +197,50 @@ class _Meeting:
         return [f"rank {rank} on {machine}" for rank, machine in enumerate(self.machines)]
 
     def hold(
-        self,
-        work: Callable[[], T],
-        facts: Callable[[T], Mapping[str, Any]],
-        patience: timedelta,
-    ) -> T:
-        """See `together`."""
+        self, work: Callable[[], T], facts: Callable[[T], Mapping[str, Any]], patience: timedelta
+    ) -> tuple[T, Any]:
+        """Return the result of `work`, and the facts of the main process; see `together`."""
         self._stage += 1
-        bug: BaseException | None = None
         message: dict[str, Any] = {"machine": _machine()}
         try:
             result = work()
             message["facts"] = dict(facts(result))
         except (RolloutError, OSError) as error:
             message["error"] = encode(as_rollout_error(error))
-        except BaseException as error:
-            bug = error
+        except BaseException as error:  # a bug, or a signal: nothing to wait for
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             message["error"] = encode(InputError("process_lost", self._here, reason))
-        answer = self._answered(message, patience)
-        if bug is not None:
-            raise bug
+            self._exchange(message, timedelta(milliseconds=1))
+            raise
+        answer = self._exchange(message, patience)
+        if answer is None:
+            finding, hint = "the main process has ended or does not respond", "look for its error"
+            raise InputError("process_lost", self._here, finding, hint=hint)
         self.machines = answer["machines"]
         if answer["error"]:
             raise decode(answer["error"])
-        return result
+        return result, answer["facts"]
 
-    def sent(self, text: str) -> str:
-        """Send a text from the main process to all."""
-        key = f"{self._stage}/text"
-        if self.rank == 0:
-            self.store.set(key, text)
-            return text
-        return str(self.store.get(key).decode())
+    def _exchange(self, message: Mapping[str, Any], patience: timedelta) -> dict[str, Any] | None:
+        """Send this process's message, and return the main process's answer; None: it is lost."""
+        from torch.distributed import DistError
 
-    def _answered(self, message: Mapping[str, Any], patience: timedelta) -> dict[str, Any]:
-        """Send this process's message to the main one, and return the main one's answer."""
-        from torch.distributed import DistNetworkError, DistStoreError
-
-        key = f"{self._stage}/answer"
+        key, grace = f"{self._stage}/answer", timedelta(seconds=_READ_S)
         try:
             self.store.set(f"{self._stage}/{self.rank}", json.dumps(message))
             if self.rank == 0:
                 self.store.set(key, json.dumps(self._answer(patience)))
-            else:
-                self.store.wait([key], patience + timedelta(seconds=_READ_S))
+            self.store.wait([key], patience + grace)
             answer: dict[str, Any] = json.loads(self.store.get(key))
-            if answer["error"]:
-                self._leave()
-        except (DistNetworkError, DistStoreError) as error:
-            finding = "the main process has ended or does not respond"
-            reason = str(error).partition("\n")[0]
-            hint = "look for its own error"
-            raise InputError(
-                "process_lost", self._here, f"{finding} ({reason})", hint=hint
-            ) from error
-        return answer
-
-    def _leave(self) -> None:
-        """Keep the store of the main process open until the others have read its answer."""
-        from torch.distributed import DistError
-
-        if self.rank == 0:
-            keys = [f"left/{rank}" for rank in range(1, self.size)]
-            try:
-                self.store.wait(keys, timedelta(seconds=_READ_S))
-            except DistError:
-                return  # a process that never arrived
-        else:
+        except DistError:
+            return None
+        if answer["error"]:
+            # The store of the main process must not end before the others have read its answer.
             self.store.set(f"left/{self.rank}", "")
+            with suppress(DistError):  # a process may never have arrived
+                if self.rank == 0:
+                    self.store.wait([f"left/{rank}" for rank in range(self.size)], grace)
+        return answer
 
     def _answer(self, patience: timedelta) -> dict[str, Any]:
         """Return the machines of the processes, and the first error or difference."""
@@ -265,21 +248,20 @@ class _Meeting:
 
         ends_s, messages = time.monotonic() + patience.total_seconds(), list[dict[str, Any]]()
         for rank in range(self.size):
-            key = f"{self._stage}/{rank}"
             try:
                 left_s = max(0.001, ends_s - time.monotonic())
-                self.store.wait([key], timedelta(seconds=left_s))
+                self.store.wait([f"{self._stage}/{rank}"], timedelta(seconds=left_s))
+                messages.append(json.loads(self.store.get(f"{self._stage}/{rank}")))
             except DistError:
                 where = self.places[rank] if len(self.machines) > 1 else f"rank {rank}"
                 finding = f"the process has not arrived within {patience.total_seconds():.0f} s"
                 hint = "look for its own error, and start all processes at the same time"
-                lost = encode(InputError("process_lost", where, finding, hint=hint))
-                messages.append({"machine": "", "error": lost})
-            else:
-                messages.append(json.loads(self.store.get(key)))
+                lost = InputError("process_lost", where, finding, hint=hint)
+                messages.append({"machine": "", "error": encode(lost)})
         self.machines = [one["machine"] for one in messages]
         error = _failure(messages, self.places) or _difference(messages, self.places)
-        return {"machines": self.machines, "error": error and encode(error)}
+        facts = messages[0].get("facts")
+        return {"machines": self.machines, "facts": facts, "error": error and encode(error)}
 
 
 def _failure(messages: list[dict[str, Any]], places: list[str]) -> RolloutError | None:
@@ -320,12 +302,13 @@ def _machine() -> str:
 def _address() -> str:
     """Return this machine's address as the main process sees it."""
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
-        try:
-            route.connect((host, 9))  # sends nothing
-        except OSError:
-            return "no IPv4 address"
-        return str(route.getsockname()[0])
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as route:
+            route.connect(address)  # sends nothing
+            return str(route.getsockname()[0])
+    except OSError:
+        return "no address"
 
 
 def _interface(address: str) -> str | None:

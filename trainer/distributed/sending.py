@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from torch import distributed
 
-from trainer.distributed.meeting import from_main
+from trainer.distributed.meeting import from_main, machines
 from trainer.distributed.processes import agreed, gather_bytes, is_first_here
 
 _CHUNK_BYTES = 64 << 20
@@ -48,7 +48,9 @@ def on_this_machine(accelerator: Accelerator, path: Path | None) -> Iterator[Pat
     if b"1" not in gather_bytes(accelerator, b"1" if is_missing else b"0"):
         yield here
         return
-    copies = Path(tempfile.gettempdir()) / f"rollouts-{nonce}"
+    # Machines may share the directory of temporary files.
+    machine = machines().index(machines()[accelerator.process_index])
+    copies = Path(tempfile.gettempdir()) / f"rollouts-{nonce}-{machine}"
     is_writer = is_missing and is_first_here()
     try:
         _send(accelerator, here, copies / here.name if is_writer else None)
