@@ -552,7 +552,7 @@ write this product into config.json as `max_position_embeddings`. Dynamic NTK wi
 **Logits** are computed only for trained tokens, in chunks of `logprob_chunk_tokens`; the gradient of a chunk replaces its
 logits. With `dtype=bfloat16`, logits are rounded to bfloat16; `float32_head = true` computes them in float32 (with FSDP2, from
 weights gathered in bfloat16). All chunks but the last are recomputed in the backward pass. `gradient_checkpointing` keeps one hidden state per layer
-and token, for the policy and the critic. Dropout is always off.
+and token, for the policy and the critic; compiled layers also keep the output of attention. Dropout is always off.
 
 **Measurements.** `python -m benchmarks.training` compares one step on the shop data with a padded Transformers loop. With
 `--groups shop-0 shop-1 --tokens 2816` on two cores, a step takes 25.8 s instead of 96.5 s (3.7x) and 605 MiB instead of 2,304

@@ -43,6 +43,12 @@ def check_model_directory(path: str) -> None:
     raise InputError("model_directory", path, finding, hint=hint)
 
 
+def has_weights(path: str) -> bool:
+    """True unless a model directory has a configuration, but no file of weights."""
+    names = [file.name for file in Path(path).iterdir()] if Path(path).is_dir() else []
+    return "config.json" not in names or any(n.endswith((".safetensors", ".bin")) for n in names)
+
+
 def code_of(path: str) -> str:
     """Return the classes of Python code that the directory of a model asks for (`auto_map`)."""
     config: Any = json.loads(read_input(Path(path) / "config.json", _MOST_BYTES))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -21,6 +24,7 @@ from trainer.models.router_replay import same_routes
 MOST_GRAPHS = 32
 """Graphs of all layers of a model before PyTorch stops compiling; 8 is its own limit. Windows, trees,
 adapters and replayed experts each double their number, and passes without gradients."""
+PLAIN: ContextVar[bool] = ContextVar("plain", default=False)
 
 
 def recompute_layers(model: Any) -> None:
@@ -66,19 +70,29 @@ def layers_of(model: Any, key: str, verb: str) -> list[Any]:
     Raises:
         ConfigError: The model has no layers of the usual kind, so `key` cannot be used.
     """
-    if not has_layers(model):
+    if not num_layers(model):
         finding = f"Transformers cannot {verb} the layers of {model.config.model_type}"
         raise ConfigError(key, "model", finding, hint=f"pass --set model.{key}=false")
     return _layers(model)
 
 
-def has_layers(model: Any) -> bool:
-    """True if a model has layers of the usual kind."""
-    return bool(_layers(model))
+def num_layers(model: Any) -> int:
+    """Count the layers of the usual kind; a model of another kind has none."""
+    return len(_layers(model))
 
 
 def _layers(model: Any) -> list[Any]:
     return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+
+
+@contextmanager
+def plain_layers() -> Iterator[None]:
+    """Run layers neither compiled nor recomputed in this context."""
+    token = PLAIN.set(True)
+    try:
+        yield
+    finally:
+        PLAIN.reset(token)
 
 
 def _plain(layer: Any, *inputs: Any, **settings: Any) -> Any:
@@ -86,7 +100,8 @@ def _plain(layer: Any, *inputs: Any, **settings: Any) -> Any:
 
 
 def _recomputed(layer: Any, *inputs: Any, **settings: Any) -> Any:
-    if not torch.is_grad_enabled():  # and PyTorch 2.11 has no derivatives in forward mode here
+    # PyTorch 2.11 has no derivatives in forward mode here, which runs without a gradient.
+    if PLAIN.get() or not torch.is_grad_enabled():
         return _plain(layer, *inputs, **settings)
     routes = partial(same_routes, layer)
     how: dict[str, Any] = {"use_reentrant": False, "context_fn": routes}
@@ -109,5 +124,5 @@ def _policy(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
 
 def _compiled(compiled: Any, layer: Any, *inputs: Any, **settings: Any) -> Any:
     # A compiled function has no derivatives in forward mode.
-    run = _plain if TANGENTS.get() else compiled
+    run = _plain if PLAIN.get() or TANGENTS.get() else compiled
     return run(layer, *inputs, **settings)

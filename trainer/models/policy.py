@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
@@ -210,7 +211,8 @@ def load_policy(
 
     `trees` states whether the policy will forward branching trees. `checks=False` skips the
     comparison with the model's own forward pass; use it for other weights of a model that has
-    already been checked. See `Policy` for the other arguments.
+    already been checked. In a `FakeTensorMode`, the model is built from its configuration, and only
+    the shapes of its weights are used. See `Policy` for the other arguments.
 
     Raises:
         InputError: `path` is not a model directory; Transformers cannot load the model without
@@ -221,14 +223,16 @@ def load_policy(
     if not sys.stderr.isatty():
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        _check_layers(AutoConfig.from_pretrained(path, **_LOCAL), path)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            **_LOCAL,
-            dtype=torch.float32,
-            attn_implementation="sdpa",
-            output_loading_info=True,
-        )
+        config = AutoConfig.from_pretrained(path, **_LOCAL)
+        _check_layers(config, path)
+        how: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa"}
+        if has_shapes_only():
+            build: Any = AutoModelForCausalLM.from_config
+            loaded: Any = build(config, **how), {}
+        else:
+            loaded = AutoModelForCausalLM.from_pretrained(
+                path, **_LOCAL, **how, output_loading_info=True
+            )
     except InputError:
         raise
     except Exception as error:  # Transformers does not wrap the errors of a configuration
@@ -244,14 +248,20 @@ def load_policy(
         finding = f"cannot be loaded as a causal LM by Transformers: {finding}"
         raise InputError("model_load", path, finding) from error
     model, loading = loaded
-    _check_weights(loading, path)
+    if loading:
+        _check_weights(loading, path)
     policy = Policy(
         model, logprob_chunk_tokens=logprob_chunk_tokens, entropy_gradient=entropy_gradient
     )
-    if checks:
+    if checks and loading:
         check_policy(policy, path, trees=trees)
         freeze_unused(policy)
     return policy
+
+
+def has_shapes_only() -> bool:
+    """True in a `FakeTensorMode`, where tensors have shapes but no values."""
+    return detect_fake_mode() is not None
 
 
 def refuse_quantised(path: str) -> None:

@@ -15,6 +15,7 @@ from trainer.batches.packing import cut_batch
 from trainer.batches.prefetch import one_ahead
 from trainer.config.functions import Function
 from trainer.config.train_config import TrainConfig, resolved, uses
+from trainer.models.directory import has_weights
 from trainer.reports.memory_estimate import Memory, available_bytes, estimate_memory
 from trainer.run.messages import say
 from trainer.run.open_run import open_run
@@ -105,13 +106,17 @@ def dry_run(config: TrainConfig, *, resume: bool = False) -> DryRun:
     """Plan, check and load a run as `train` does, and count the tokens to forward; write nothing.
 
     Counting reads the dataset once per layout, batch by batch. To measure activations, three short
-    chains are forwarded (`estimate_memory`). The duration of each stage is logged.
+    chains are forwarded (`estimate_memory`). A model directory without weights will do: then only
+    the shapes of its weights are used. The duration of each stage is logged.
 
     Raises:
         RolloutError: All errors that `train` raises before its first update.
     """
     began = time.perf_counter()
-    run = open_run(config, resume=resume)
+    needs_weights = resume or has_weights(config.model.path)
+    run = open_run(config, resume=resume, needs_weights=needs_weights)
+    if not needs_weights:
+        say(f"note: {config.model.path} has no weights: memory follows from its config.json")
     loaded = time.perf_counter()
     counts = {name: _count(run, settings) for name, settings in LAYOUTS.items()}
     layouts = {name: layout for name, (layout, _) in counts.items()}

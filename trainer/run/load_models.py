@@ -13,12 +13,13 @@ from trainer.config.sections import ModelConfig
 from trainer.config.train_config import TrainConfig
 from trainer.distributed.launch import wrap, wrap_frozen
 from trainer.models.critic import Critic, load_critic
-from trainer.models.layers import compile_layers, has_layers
+from trainer.models.layers import compile_layers, num_layers
 from trainer.models.lora import WithoutAdapter, add_adapter
 from trainer.models.optimizer import make_optimizer
 from trainer.models.policy import (
     Policy,
     align,
+    has_shapes_only,
     load_policy,
     refuse_quantised,
     use_float32_head,
@@ -58,10 +59,11 @@ def load_models(config: TrainConfig, checkpoint: Path | None) -> Models:
             "config.json sets output_router_logits, but this trainer ignores auxiliary losses of routers"
             " (load balancing): watch the routing of experts over many updates"
         )
-    for trained in filter(None, (policy, critic)):
-        align(trained)
     recomputes = config.model.gradient_checkpointing
-    if compiles(config.model, policy):
+    has_values = not has_shapes_only()
+    for trained in filter(None, (policy, critic)) if has_values else ():
+        align(trained)
+    if has_values and compiles(config.model, policy):
         compile_layers(policy.model, recomputes=recomputes)
     elif recomputes:
         policy.checkpoint_layers()
@@ -71,7 +73,7 @@ def load_models(config: TrainConfig, checkpoint: Path | None) -> Models:
 def compiles(config: ModelConfig, policy: Policy) -> bool:
     """True if the layers of a policy are compiled: by default on a CUDA device, if possible."""
     if config.compile_layers is None:
-        return torch.cuda.is_available() and has_layers(policy.model)
+        return torch.cuda.is_available() and num_layers(policy.model) > 0
     return config.compile_layers
 
 

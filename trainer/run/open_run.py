@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import polars as pl
+import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rollout_io
 from rollout_io.configuration import flat
@@ -51,6 +54,7 @@ def open_run(
     opened: Run | None = None,
     num_planned: int | None = None,
     first_batch: int = 0,
+    needs_weights: bool = True,
     tell: Callable[[str, Remark], None] = lambda _, remark: show(remark),
 ) -> Run:
     """Plan, check and load a run, without writing anything.
@@ -67,6 +71,8 @@ def open_run(
             which they learn nothing is then accepted. None: load them.
         num_planned: Maximum number of updates; None: as many as the plan has.
         first_batch: See `Run`.
+        needs_weights: Whether the models need their weights. Otherwise, their shapes suffice: the
+            models of the run are fake tensors.
         tell: Called with each remark about the dataset, and with its subject.
 
     Raises:
@@ -85,7 +91,8 @@ def open_run(
     else:
         compared = together(lambda: _compare_tokenizers(config), lambda _: model_digests(config))
         digest = dataset_digest(plan, index)
-        run = open_models(config, start, accelerator, digest=digest, keeps_lines=bool(resume))
+        with nullcontext() if needs_weights else shapes_only(accelerator.device):
+            run = open_models(config, start, accelerator, digest=digest, keeps_lines=bool(resume))
         for remark in compared:
             show(remark)
     run, must_learn = replace(run, rollouts=rollouts, plan=plan), opened is None
@@ -142,6 +149,19 @@ def open_models(
         if start:
             restore(start / "state", run.optimizers)
     return replace(run, checkpoint=checkpoint, progress=progress, digest=digest, kept_metrics=lines)
+
+
+@contextmanager
+def shapes_only(device: torch.device) -> Iterator[None]:
+    """Make tensors without values, on a device, in this context."""
+    module: Any = torch.nn.Module
+    move = module.to
+    with FakeTensorMode(allow_non_fake_inputs=True), device:
+        module.to = lambda self, *_, **__: self  # PyTorch cannot move modules without values
+        try:
+            yield
+        finally:
+            module.to = move
 
 
 def _started(config: TrainConfig) -> Accelerator:

@@ -12,12 +12,21 @@ import torch
 from torch._inductor import metrics
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers.gpu_claims import TINY, compiled_difference, logprobs_of, policy_of, turns
+from tests.helpers.gpu_claims import (
+    TINY,
+    compiled_difference,
+    logprobs_of,
+    policy_of,
+    policy_of_kind,
+    turns,
+)
 from tests.helpers.tree_helpers import batch_of, mini_batch_of
+from trainer.config.sections import ModelConfig
 from trainer.config.train_config import default_dtype
 from trainer.models import attention, logprob_head
 from trainer.models.attention import packed_attention
 from trainer.models.layers import compile_layers
+from trainer.run.load_models import compiles
 
 pytestmark = pytest.mark.filterwarnings("default")  # the compiler's
 
@@ -72,6 +81,59 @@ def test_compiled_layers_with_adapters_or_experts_give_the_same_gradient(
     kind: str, layout: str
 ) -> None:
     assert compiled_difference("cpu", TINY, kind, layout) < 1e-4
+
+
+@pytest.mark.slow
+def test_layers_that_are_recomputed_keep_the_output_of_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forward: list[bool] = []
+    plain = attention._attend
+
+    def counted(*inputs: Any, **settings: Any) -> Any:
+        forward.append(not torch.is_grad_enabled())  # the backward pass differentiates it
+        return plain(*inputs, **settings)
+
+    monkeypatch.setattr(attention, "_attend", counted)
+    policy = policy_of(TINY, "cpu")
+    compile_layers(policy.model, recomputes=True)
+    forests = mini_batch_of(batch_of(turns(TINY, 0))).forests
+    logprobs_of(policy, forests, "cpu").sum().backward()
+    assert forward.count(True) == TINY.num_layers * len(forests)
+    assert forward.count(False) == TINY.num_layers * len(forests)
+
+
+@pytest.mark.slow
+def test_compiled_layers_replay_experts_with_one_graph() -> None:
+    policies = [policy_of_kind(TINY, "cpu", "experts") for _ in range(2)]
+    compile_layers(policies[1].model, recomputes=True)
+    before, graphs = num_graphs(), []
+    for number in range(3):
+        (forest,) = mini_batch_of(batch_of(turns(TINY, number))).forests
+        experts = torch.stack([torch.tensor([3, number % 3])] * TINY.num_layers)
+        routes = experts.expand(forest.num_tokens, -1, -1).to(torch.int16)
+        found = []
+        for policy in policies:
+            policy.zero_grad()
+            forest = dataclasses.replace(forest, routes=routes)
+            policy(forest, torch.ones(forest.num_targets))[0].sum().backward()
+            found.append([p.grad for p in policy.parameters()])
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+        graphs.append(num_graphs() - before)
+    assert graphs == [1, 1, 1]
+
+
+def test_layers_are_compiled_by_default_on_a_gpu_if_the_model_has_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = policy_of(TINY, "cpu")
+    wanted = {None: False, True: True, False: False}
+    assert {c: compiles(ModelConfig(compile_layers=c), policy) for c in wanted} == wanted
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert compiles(ModelConfig(), policy)
+    assert not compiles(ModelConfig(compile_layers=False), policy)
+    monkeypatch.setattr(policy, "model", torch.nn.Linear(1, 1))
+    assert not compiles(ModelConfig(), policy)
 
 
 class Traffic(TorchDispatchMode):

@@ -26,6 +26,7 @@ from tests.helpers.trainer_helpers import (
 )
 from trainer.batch import Batch
 from trainer.forensics.blame import gradients as found
+from trainer.models.layers import compile_layers
 from trainer.run.run import Run
 
 
@@ -150,3 +151,18 @@ def test_recomputed_layers_change_nothing() -> None:
     policy.checkpoint_layers()
     recomputed = rows_of(run_of(policy), batch, 20)
     np.testing.assert_allclose(recomputed.norms, plain.norms, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # the compiler's
+def test_compiled_layers_have_the_inner_products_of_others() -> None:
+    batch = some_batch(some_rows())
+    policy = tiny_policy()
+    plain = rows_of(run_of(policy), batch, 20)
+    compile_layers(policy.model, recomputes=True)
+    learner = run_of(policy)
+    rows = rows_of(learner, batch, 20)
+    np.testing.assert_allclose(rows.norms, plain.norms, rtol=1e-4)
+    inputs = batch, forests_of(batch), rows.coefficients, rows.gradient
+    products = found.inner_products(learner, *inputs)
+    assert float(products.sum()) == pytest.approx(found.norm(rows.gradient) ** 2, rel=1e-3)
