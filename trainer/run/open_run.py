@@ -157,9 +157,7 @@ def _resolve(
     out = Path(config.run.out)
     if resume is False:
         refuse_existing_run(out)
-    if (
-        os.environ.get("LOCAL_RANK", "0") == "0"
-    ):  # once on each machine: a failure ends all processes
+    if is_first_here():  # a failure on one machine ends all processes
         rollout_io.validate(config.data.dataset)
     config = resolved(config)
     if resume:
