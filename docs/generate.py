@@ -347,11 +347,14 @@ it does not lag behind trends or jumps. Without `--out`, the image is
 no port is needed, and they end together if one of them or the command itself is killed. You can also use `accelerate
 launch` or `torchrun`, for example for FSDP2 or [several machines](machines.md). [`rollouts rl`](rl.md#several-processes) also trains in several processes.
 
-The number of processes is not part of the configuration and does not change results. Each process reads some of the groups
-and forwards some of the micro-batches, and the processes exchange what they need. Advantages, denominators, metrics and the
-gradient are therefore the same as with one process, up to rounding (tested to a relative difference of 1e-4). Only
-`num_micro_batches` may increase: micro-batches are split until every process has the same number, and balanced so that the
-processes take about equally long in each round.
+The number of processes is not part of the configuration and does not change results. Each process reads some of the groups,
+sends their rows to the processes that forward them, and knows only the sizes of all other rows ([Scale](scale.md)). Rows are
+assigned so that the processes take about equally long, and each process packs its own. Advantages, denominators, metrics and the
+gradient are the same as with one process, up to rounding (tested to a relative difference of 1e-4). Only `num_micro_batches`
+and, with trees, `repeated_share` and `num_forwarded_tokens` may increase.
+
+`examples/cluster/` has a file for each way to start one run on several machines: `slurm.sbatch`, `kubernetes.yaml` (JobSet),
+`ssh.sh` and `ray_train.py`, in which Ray Train starts the same command on the nodes of a Ray cluster.
 
 Only reductions that depend on micro-batches give different results: `token_mean_legacy`, and your own functions that use
 `micro_batch`. All processes run the same number of forward passes; a process without a micro-batch forwards a single token

@@ -12,6 +12,7 @@ import os
 import re
 import stat
 import sys
+from contextvars import ContextVar
 from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +33,10 @@ _KINDS = {
     stat.S_IFBLK: "a block device",
     stat.S_IFSOCK: "a socket",
 }
+
+
+OPENED: ContextVar[set[str] | None] = ContextVar("OPENED", default=None)
+"""Paths of the regular files that were opened, if a caller wants to know them."""
 
 
 class Version(NamedTuple):
@@ -68,6 +73,8 @@ def open_input(path: str | os.PathLike[str]) -> BufferedReader:
         descriptor = os.open(where, os.O_RDONLY | os.O_NONBLOCK)
         mode = os.fstat(descriptor).st_mode
         if stat.S_ISREG(mode):
+            if (opened := OPENED.get()) is not None:
+                opened.add(str(Path(where).absolute()))
             return BufferedReader(FileIO(descriptor), _BUFFER_BYTES)
         os.close(descriptor)
         is_given = _OPEN_DESCRIPTOR.fullmatch(where)

@@ -6,14 +6,16 @@ import logging
 import os
 import socket
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from schemas.errors import ConfigError, RolloutError
+from rollout_io.dataset.opening import OPENED, digest_of
+from rollout_io.dataset.sources import State, state_of
+from schemas.errors import ConfigError, InputError, RolloutError
 from schemas.extras import requires_extra
 
 if TYPE_CHECKING:
@@ -31,7 +33,8 @@ class Workers:
     Attributes:
         num: Number of processes; 1 runs all tasks in this process. With `ray`: number of CPUs of
             the cluster that is started if RAY_ADDRESS is not set.
-        engine: `local`, or `ray` (Ray Data; all its nodes need access to the same files).
+        engine: `local`, or `ray` (Ray Data). Each node reads the paths itself, from storage that all
+            share or from a copy of its own, which must be the same as this machine's.
 
     Example:
         >>> dict(Workers().map(len, ["a", "bcd"]))
@@ -109,6 +112,7 @@ def _on_ray(function: Callable[[T], R], tasks: Sequence[T], num: int) -> Iterato
         warnings.simplefilter("ignore")  # Ray warns about its own settings
         rows = data.from_items(list(range(len(tasks))), override_num_blocks=len(tasks))
         for row in rows.map(partial(_ray_task, function, tasks)).iter_rows():
+            _refuse_other_copies(row["node"], row["files"])
             if row["error"] is not None:
                 raise row["error"]
             yield row["index"], row["result"]
@@ -117,12 +121,43 @@ def _on_ray(function: Callable[[T], R], tasks: Sequence[T], num: int) -> Iterato
 def _ray_task(
     function: Callable[[T], R], tasks: Sequence[T], row: dict[str, Any]
 ) -> dict[str, Any]:
-    """Run one task; return a user error as a result, because Ray would wrap an exception."""
-    index = row["item"]
+    """Run one task; return a user error as a result, because Ray would wrap an exception.
+
+    The digests of the files that it read are returned, too.
+    """
+    index, result, failure, node = row["item"], None, None, socket.gethostname()
+    token = OPENED.set(set())
     try:
-        return {"index": index, "result": function(tasks[index]), "error": None}
+        result = function(tasks[index])
     except RolloutError as error:
-        return {"index": index, "result": None, "error": error}
+        failure = error.at(f"{error.where}, on {node}") if error.rule in _OF_FILES else error
+    opened = OPENED.get() or set()
+    OPENED.reset(token)
+    files = {path: (state_of(path), digest_of(path)) for path in sorted(opened) if state_of(path)}
+    return {"index": index, "result": result, "error": failure, "node": node, "files": files}
+
+
+_OF_FILES = frozenset(
+    {"dataset_exists", "input_file", "output_file", "readable_file", "shards_complete"}
+)
+"""Rules of errors that may concern a single node."""
+
+
+def _refuse_other_copies(node: str, files: Mapping[str, tuple[State, str]]) -> None:
+    """Check that a node read the files that this machine has at the same paths, if it has them.
+
+    In shared storage, a file has the same state on all nodes, and is not read again.
+    """
+    for path, (state, digest) in files.items():
+        here = state_of(path)
+        if (
+            here
+            and (here.inode, *here[:2]) != (state.inode, *state[:2])
+            and digest_of(path) != digest
+        ):
+            got = f"{node} has another version of this file than {socket.gethostname()}"
+            hint = "copy the files to all nodes again, or read them from storage that all share"
+            raise InputError("shared_storage", path, got, "", hint)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ LONGEST_S = 60.0
 """No attempt begins more than this many seconds after the first attempt began."""
 
 _QUESTIONS = frozenset({"find", "glob", "head", "info", "isfile", "ls", "size"})
-_CHANGES = frozenset({"makedirs", "mv", "rm", "rm_file", "rmdir"})
+_CHANGES = frozenset({"makedirs", "mv", "pipe_file", "rm", "rm_file", "rmdir"})
 # Exceptions that are valid answers, not failures; `_is_answer` handles `FileNotFoundError`.
 _ANSWERS = (RolloutError, FileExistsError, IsADirectoryError, NotADirectoryError)
 _CLIENTS = frozenset({"adlfs", "aiobotocore", "aiohttp", "azure", "botocore", "fsspec", "gcsfs",

@@ -25,7 +25,7 @@ from trainer.batches.plan import Plan, dataset_returns, make_plan, num_planned_u
 from trainer.config.train_config import PATHS, TrainConfig, resolved, uses
 from trainer.distributed.launch import make_accelerator
 from trainer.distributed.meeting import machines, together
-from trainer.distributed.processes import agreed
+from trainer.distributed.processes import agreed, is_first_here
 from trainer.distributed.sending import on_this_machine
 from trainer.run.check_dataset import check_dataset, num_greedy_rows, scan_rows
 from trainer.run.checkpoint import check_files, checkpoint_facts
@@ -177,7 +177,8 @@ def _resolve(
     out = Path(config.run.out)
     if resume is False:
         refuse_existing_run(out)
-    rollout_io.validate(config.data.dataset)
+    if is_first_here():  # a failure on one machine ends all processes
+        rollout_io.validate(config.data.dataset)
     config = resolved(config)
     if resume:
         checkpoint = find_checkpoint(config)
