@@ -14,7 +14,7 @@ from contextlib import closing
 
 from ray.train import ScalingConfig, get_context
 from ray.train.collective import broadcast_from_rank_zero
-from ray.train.data_parallel_trainer import DataParallelTrainer
+from ray.train.torch import TorchTrainer
 from ray.util import get_node_ip_address
 
 
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("arguments", nargs="+", help="arguments of `rollouts train`, after --")
     given = parser.parse_args()
     resources = {"CPU": 1.0} | ({"GPU": given.gpus} if given.gpus else {})
-    DataParallelTrainer(
+    TorchTrainer(
         worker,
         train_loop_config={"per_node": given.per_node, "arguments": given.arguments},
         scaling_config=ScalingConfig(
