@@ -110,7 +110,7 @@ def test_processes_that_accelerate_starts_without_each_other_are_refused(lab: La
     verb = ["--no_python", sys.executable, "-P", "-m", "rollout_io", "train"]
     started = lab.machines[0].start(*command, *verb, *lab.arguments("strangers"))
     assert started.wait() == 1
-    assert "MASTER_ADDR is set without WORLD_SIZE, RANK" in started.output()
+    assert "MASTER_ADDR is set without WORLD_SIZE, RANK, LOCAL_RANK" in started.output()
     assert not lab.files(0, "strangers")
 
 

@@ -124,15 +124,15 @@ def refuse_strangers() -> None:
     """
     sizes = {name: os.environ.get(name) or "1" for name in ("WORLD_SIZE", *_SIZES)}
     is_several = any(size != "1" for size in sizes.values()) or "MASTER_ADDR" in os.environ
-    needed = [] if STORE in os.environ else ["MASTER_ADDR", "MASTER_PORT"]
-    needed += ["WORLD_SIZE", "RANK", "LOCAL_RANK"]
+    needed = [] if STORE in os.environ else ["MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"]
+    needed = ["WORLD_SIZE", "RANK", *needed]
     missing = [name for name in needed if name not in os.environ]
     if is_several and missing:
         several = ", ".join(f"{name} is {size}" for name, size in sizes.items() if size != "1")
         text = (
-            f"{several or 'MASTER_ADDR is set'} without {', '.join(missing)}: the started processes"
+            f"{several or 'MASTER_ADDR is set'} without {', '.join(missing)}: the processes would"
         )
-        text += " would not find each other"
+        text += " not find each other"
         hint = "start them with torchrun, or with `accelerate launch --multi_gpu`, also on CPUs"
         raise ConfigError("launch", missing[0], "not set", hint=hint, message=text)
 

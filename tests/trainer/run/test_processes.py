@@ -369,7 +369,7 @@ def test_processes_that_do_not_know_of_each_other_are_refused(
     paths: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RolloutError, match="WORLD_SIZE is 2 without MASTER_ADDR"):
+    with pytest.raises(RolloutError, match="WORLD_SIZE is 2 without RANK"):
         train(train_config(**paths, **COMMON, out=str(tmp_path / "run")))
     assert not (tmp_path / "run").exists()
 
