@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shlex
 import sys
 import time
@@ -114,20 +113,15 @@ def test_processes_that_accelerate_starts_without_each_other_are_refused(lab: La
     assert not lab.files(0, "strangers")
 
 
-def batch_script(lab: Lab, dataset: str, folder: Path) -> list[str]:
-    """The script of the docs, with an `srun` that starts the step on each machine as SLURM does."""
-    page = (ROOT / "docs" / "machines.md").read_text()
-    script = re.findall(r"```bash\n(#!/bin/bash\n.*?)```", page, re.DOTALL)[0]
-    values = {"DS": dataset, "smollm2": lab.model, "RUN": str(folder / "run")}
-    for name, value in values.items():
-        script = re.sub(rf"(?<=[ \"]){name}(?=[ \"/])", value, script)
+def slurm_in(lab: Lab, folder: Path) -> Path:
+    """Write stand-ins for SLURM, which start the step on each machine as `srun` does, for a PATH."""
     step = " ".join(
         f'env SLURM_NODEID={number} {shlex.join(machine.command("env"))} "$@" &'
         for number, machine in enumerate(lab.machines[:2])
     )
     shims = {
         "scontrol": f"echo {lab.machines[0].address}",
-        "srun": f"{step} wait %1 && wait %2",
+        "srun": f"while [[ $1 == -* ]]; do shift; done; {step} wait %1 && wait %2",
         "torchrun": f'exec {sys.executable} -P -m torch.distributed.run "$@"',
         "rollouts": f'exec {sys.executable} -P -m rollout_io "$@"',
     }
@@ -135,25 +129,26 @@ def batch_script(lab: Lab, dataset: str, folder: Path) -> list[str]:
     for name, text in shims.items():
         (folder / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
         (folder / "bin" / name).chmod(0o755)
-    (folder / "job.sh").write_text(script)
-    return ["bash", str(folder / "job.sh")]
+    return folder / "bin"
 
 
-def test_the_documented_batch_script_stops_with_a_checkpoint_and_continues(
+def test_the_script_for_slurm_stops_with_a_checkpoint_and_continues(
     lab: Lab, tmp_path: Path
 ) -> None:
     dataset = write_dataset(lab.folder / "many", group_rows(NUM_GROUPS, (1.0, 0.0, 0.5)))
     usual = [dataset, f"--model={lab.model}", "--lr=3e-4", f"--out={lab.private / 'usual'}"]
     train(lab, *usual, num_machines=1, kind="replicated")
-    command, out = batch_script(lab, dataset, tmp_path), tmp_path / "run"
+    script, out = str(ROOT / "examples" / "cluster" / "slurm.sbatch"), tmp_path / "run"
+    begin = ["bash", script, dataset, f"--model={lab.model}", "--lr=3e-4", f"--out={out}"]
     environment = {
-        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
-        "SLURM_NNODES": "2",
+        "PATH": f"{slurm_in(lab, tmp_path)}:{os.environ['PATH']}",
+        "SLURM_JOB_NODELIST": "machines",
+        "SLURM_JOB_NUM_NODES": "2",
         "SLURM_GPUS_ON_NODE": "1",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
     }
-    with Started(command, environment) as job:
+    with Started(begin, environment) as job:
         until = time.monotonic() + 200
         while not (out / "metrics.jsonl").exists() and time.monotonic() < until:
             time.sleep(0.001)
@@ -167,6 +162,6 @@ def test_the_documented_batch_script_stops_with_a_checkpoint_and_continues(
     latest = (out / "checkpoints" / "latest").read_text().strip()
     assert latest == f"global_step_{num_made}", said
     assert 0 < num_made < NUM_GROUPS // 8, said
-    with Started(command, environment) as job:
+    with Started(["bash", script, f"--resume={out}"], environment) as job:
         assert job.wait() == 0, job.output()
     assert losses_of(out) == pytest.approx(losses(lab, "usual"), rel=1e-4, abs=1e-6)
