@@ -79,7 +79,8 @@ from trainer.batch import Batch
 from trainer.batches.packing import cut_batch
 from trainer.config.sections import BatchConfig, ModelConfig, RunConfig
 from trainer.engine.weight_transfer import open_nccl_sender
-from trainer.models.attention import CHAIN_ATTENTION, packed_attention
+from trainer.models.attention import CHAIN_ATTENTION
+from trainer.models.varlen import packed_attention
 
 PEAK_TFLOPS = {
     "H200": 989.4,

@@ -31,7 +31,7 @@ from benchmarks.gpu_setup import (
 from pipelines.generation.engines.base import Sampling
 from trainer.batches.forest import ChainLayout
 from trainer.engine.embedded import TransformersEngine
-from trainer.models import attention, flex_tree
+from trainer.models import attention, flex_tree, varlen
 from trainer.models.logprob_head import target_logprobs
 from trainer.models.tree_attention import tree_attention
 
@@ -171,7 +171,8 @@ def _attentions(chains: ChainLayout, device: str) -> dict[str, Callable[..., Ten
         "tree": lambda *qkv: tree_attention(*qkv, tree, None),
     }
     if device == "cuda":
-        kernels["varlen_attn"] = lambda *qkv: attention._varlen(*qkv, chains, None, None)
+        name = varlen.packed_attention(torch.device(device), "bfloat16").partition(",")[0]
+        kernels[name] = lambda *qkv: varlen.varlen(*qkv, chains, None, None)
         kernels["cuDNN, ragged rows"] = lambda *qkv: RaggedCudnn.apply(*qkv, chains)
         flex_tree.block_mask.cache_clear()
     return kernels

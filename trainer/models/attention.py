@@ -9,13 +9,10 @@ attention function registered here uses them; outside, both behave like Transfor
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -30,11 +27,9 @@ from transformers.masking_utils import sdpa_mask
 from trainer.batches.forest import ChainLayout, Forest, attention_mask
 from trainer.models.flex_tree import autocast_dtype
 from trainer.models.tree_attention import attend_by_pieces, tree_attention
+from trainer.models.varlen import VARLEN_ATTN, prefers_one_kernel, runs_varlen, varlen
 
 CHAIN_ATTENTION = "rollout_chains"
-LONG_CHAIN = 2048
-"""Mean number of tokens from which a call of SDPA for each chain is faster on a GPU: cuDNN's kernel is
-twice as fast as FlashAttention 2 (H100: 3.35 ms against 4.51 at 4,096 tokens, 3.8 against 2.5 at 1,024)."""
 UNKNOWN = ("softcap", "position_bias", "s_aux", "sinks", "indices", "block_indices")
 """Attention arguments that SDPA does not support."""
 
@@ -60,41 +55,6 @@ class ForestMask:
 
 FOREST: ContextVar[ForestMask | None] = ContextVar("forest", default=None)
 TANGENTS: ContextVar[bool] = ContextVar("tangents", default=False)
-
-
-def _find_varlen() -> Any:
-    """Return PyTorch's variable-length attention, or None if it lacks options needed here."""
-    try:
-        kernel = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    except (ImportError, AttributeError):
-        return None
-    parameters = inspect.signature(kernel).parameters
-    if not {"scale", "window_size"} <= parameters.keys():
-        return None
-    # torch 2.11 shares keys among heads without being told to.
-    return partial(kernel, enable_gqa=True) if "enable_gqa" in parameters else kernel
-
-
-VARLEN_ATTN = _find_varlen()
-
-
-def packed_attention(device: torch.device, dtype: str) -> str:
-    """Say which attention packed rows without branches use on a device, and why if it is slow.
-
-    Example:
-        >>> packed_attention(torch.device("cpu"), "float32")
-        'one call of SDPA per row'
-    """
-    slow = "one call of SDPA per row"
-    if device.type != "cuda":
-        return slow
-    if VARLEN_ATTN is None:
-        return f"{slow}, because torch {torch.__version__} has no varlen_attn with windows"
-    if dtype == "float32":
-        return f"{slow}, because FlashAttention does not support float32"
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return f"{slow}, because FlashAttention needs compute capability 8.0"
-    return f"FlashAttention (varlen_attn), or SDPA for rows of {LONG_CHAIN:,} tokens and more"
 
 
 def use_chain_attention(model: Any) -> None:
@@ -135,7 +95,8 @@ def forest_mask(config: Any, forest: Forest) -> Iterator[Tensor | None]:
         return
     chains = forest.chains or ChainLayout.of(forest.subtree_end)
     if chains.ends is not None:
-        chains = dataclasses.replace(chains, ends=chains.ends.int())
+        ends = chains.ends.int() if prefers_one_kernel(chains.ends, forest.num_tokens) else None
+        chains = dataclasses.replace(chains, ends=ends)
     # Not a view: autograd would return another object for it, whose derived masks are not cached.
     tree = torch.stack([forest.position_ids, forest.subtree_end])[None, None].clone()
     ends = torch.tensor([0, *accumulate(chains.lengths or [0])])
@@ -216,8 +177,8 @@ def chain_attention(
         return attend_by_pieces(
             query, key, value, *branches, dropout=dropout, scaling=scaling
         ), None
-    if _runs_varlen(query, value, dropout, chains):
-        return _varlen(query, key, value, chains, scaling, window), None
+    if runs_varlen(query, value, dropout, chains):
+        return varlen(query, key, value, chains, scaling, window), None
     settings = {"window": window, "dropout": dropout, "scaling": scaling}
     tree = attention_mask.tree
     if compiles:  # `attend` runs without autocast
@@ -353,40 +314,3 @@ def _causal(
         inputs = query[:, :, start:stop], key[:, :, keys], value[:, :, keys]
         blocks.append(scaled_dot_product_attention(*inputs, attn_mask=mask, **settings))
     return torch.cat(blocks, 2)
-
-
-def _runs_varlen(query: Tensor, value: Tensor, dropout: float, chains: ChainLayout) -> bool:
-    """Whether one kernel for all chains runs, and is faster than a call of SDPA for each chain."""
-    return (
-        VARLEN_ATTN is not None
-        and query.is_cuda
-        and chains.ends is not None
-        and query.shape[2] < LONG_CHAIN * (len(chains.ends) - 1)
-        and not dropout
-        and autocast_dtype(query) in (torch.bfloat16, torch.float16)
-        and query.shape[-1] == value.shape[-1] <= 256
-        and query.shape[-1] % 8 == 0
-        and torch.cuda.get_device_capability(query.device) >= (8, 0)
-    )
-
-
-def _varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    chains: ChainLayout,
-    scaling: float | None,
-    window: int | None,
-) -> Tensor:
-    """Attend within all chains with one kernel: PyTorch's FlashAttention for packed sequences."""
-    packed = (tensor[0].transpose(0, 1).to(autocast_dtype(query)) for tensor in (query, key, value))
-    output: Tensor = VARLEN_ATTN(
-        *packed,
-        chains.ends,
-        chains.ends,
-        chains.longest,
-        chains.longest,
-        scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),
-    )
-    return output[None]

@@ -52,7 +52,7 @@ def say_learning_rate(config: TrainConfig) -> None:
 def say_attention(accelerator: Accelerator) -> None:
     """Log which attention packed rows use on a GPU, where one is many times faster."""
     if accelerator.device.type == "cuda":
-        from trainer.models.attention import packed_attention
+        from trainer.models.varlen import packed_attention
 
         dtype = "float32" if accelerator.mixed_precision == "no" else "bfloat16"
         say(f"attention of packed rows, in {dtype}: {packed_attention(accelerator.device, dtype)}")

@@ -23,9 +23,9 @@ from tests.helpers.gpu_claims import (
 from tests.helpers.tree_helpers import batch_of, mini_batch_of
 from trainer.config.sections import ModelConfig
 from trainer.config.train_config import default_dtype
-from trainer.models import attention, logprob_head
-from trainer.models.attention import packed_attention
+from trainer.models import attention, logprob_head, varlen
 from trainer.models.layers import compile_layers
+from trainer.models.varlen import packed_attention
 from trainer.run.load_models import compiles
 
 pytestmark = pytest.mark.filterwarnings("default")  # the compiler's
@@ -205,11 +205,11 @@ def test_the_attention_of_packed_rows_is_named_with_the_reason_if_it_is_slow(
 ) -> None:
     card = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    assert packed_attention(card, "bfloat16").startswith("FlashAttention (varlen_attn)")
+    assert packed_attention(card, "bfloat16").startswith("FlashAttention 2 (varlen_attn)")
     assert packed_attention(card, "float32").endswith("does not support float32")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     assert packed_attention(card, "bfloat16").endswith("needs compute capability 8.0")
-    monkeypatch.setattr(attention, "VARLEN_ATTN", None)
+    monkeypatch.setattr(varlen, "VARLEN_ATTN", None)
     assert packed_attention(card, "bfloat16").endswith("has no varlen_attn with windows")
 
 

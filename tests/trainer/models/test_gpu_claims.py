@@ -32,7 +32,7 @@ from tests.helpers.gpu_claims import (
     sets_difference,
 )
 from trainer.batches.forest import ChainLayout, Forest
-from trainer.models import attention, flex_tree, tree_attention
+from trainer.models import attention, flex_tree, tree_attention, varlen
 from trainer.models.policy import Policy
 
 MODELS = {
@@ -104,12 +104,12 @@ def test_a_bfloat16_step_of_the_kernels_for_gpus_has_the_right_shapes_and_dtypes
 ) -> None:
     """Fake tensors have shapes and dtypes, but no values, so a model of any size fits."""
     seen: list[Any] = []
-    kernel, config = attention.VARLEN_ATTN, copy.deepcopy(MODELS[name])
+    kernel, config = varlen.VARLEN_ATTN, copy.deepcopy(MODELS[name])
     config.num_hidden_layers = 2  # of 24 and 28 alike ones
     heads, keys = config.num_attention_heads, config.num_key_value_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
 
-    def varlen(query: Any, key: Any, value: Any, *rest: Any, **settings: Any) -> Any:
+    def counted(query: Any, key: Any, value: Any, *rest: Any, **settings: Any) -> Any:
         seen.append([(tuple(t.shape), t.dtype) for t in (query, key, value)])
         return kernel(query, key, value, *rest, **settings)
 
@@ -121,14 +121,14 @@ def test_a_bfloat16_step_of_the_kernels_for_gpus_has_the_right_shapes_and_dtypes
         return torch_flex.flex_attention_hop(*given)[0]
 
     if kernel is None:
-        pytest.skip(attention.packed_attention(torch.device("cuda"), "bfloat16"))
+        pytest.skip(varlen.packed_attention(torch.device("cuda"), "bfloat16"))
     ends = torch.tensor([0, 2000, 3000, 4095])
     num_tokens, num_targets = 4095, 3000
     chains = ChainLayout()
     if layout == "step":
         chains = ChainLayout(lengths=ends.diff().tolist(), ends=ends)
-    monkeypatch.setattr(attention, "_runs_varlen", lambda *inputs: inputs[-1].ends is not None)
-    monkeypatch.setattr(attention, "VARLEN_ATTN", varlen)
+    monkeypatch.setattr(attention, "runs_varlen", lambda *inputs: inputs[-1].ends is not None)
+    monkeypatch.setattr(varlen, "VARLEN_ATTN", counted)
     monkeypatch.setattr(tree_attention, "uses_blocks", lambda _: True)
     monkeypatch.setattr(flex_tree, "compiled", lambda: flex)
     with FakeTensorMode(allow_non_fake_inputs=True):
