@@ -22,7 +22,7 @@ Options = Mapping[str, Any]
 """Values of all options by name, as click returns them."""
 
 
-class Rule:
+class FilterOptions:
     """Options that are one filter.
 
     Args:
@@ -39,16 +39,15 @@ def _option(name: str, text: str, **settings: Any) -> Option:
     return name, {"help": text, **settings}
 
 
-def _flag(name: str, text: str, function: str, *arguments: Any) -> Rule:
+def _flag(name: str, text: str, function: str, *arguments: Any) -> FilterOptions:
     """Return the rule of a flag that stands for a function of `pipelines.filtering.filters`."""
+    return FilterOptions(
+        lambda filters, _: [getattr(filters, function)(*arguments)],
+        _option(name, text, is_flag=True),
+    )
 
-    def build(filters: ModuleType, _: bool) -> list[Filter]:  # noqa: FBT001 - the flag's value
-        return [getattr(filters, function)(*arguments)]
 
-    return Rule(build, _option(name, text, is_flag=True))
-
-
-def _range(noun: str, kind: Any, text: str) -> Rule:
+def _range(noun: str, kind: Any, text: str) -> FilterOptions:
     """Return the rule of a minimum and a maximum, which `NOUN_range` takes."""
     bounds = (
         _option(f"--{end[:3].lower()}-{noun}", f"{end} {text}", type=kind, metavar=metavar)
@@ -56,7 +55,7 @@ def _range(noun: str, kind: Any, text: str) -> Rule:
         for metavar in ("N" if kind is WHOLE else "X")
     )
     function = f"{noun.removesuffix('s').replace('-', '_')}_range"
-    return Rule(lambda filters, *values: [getattr(filters, function)(*values)], *bounds)
+    return FilterOptions(lambda filters, *values: [getattr(filters, function)(*values)], *bounds)
 
 
 def _duplicates(filters: ModuleType, within: Any, similarity: float | None) -> list[Filter]:
@@ -78,7 +77,7 @@ _OVERLAP = "Drop trajectories that contain most of a text of this evaluation set
 _SAMPLE = "Draw N groups at random, from the mixture if there is one."
 
 RULES = (
-    Rule(
+    FilterOptions(
         lambda filters, conditions: [filters.where(one) for one in conditions],
         _option("--where", _WHERE, multiple=True, metavar="SQL"),
     ),
@@ -89,7 +88,7 @@ RULES = (
         "Drop trajectories that did not fail but have no return.",
         "unknown_return",
     ),
-    Rule(
+    FilterOptions(
         lambda filters, most, version: [filters.stale(version, most)],
         _option(
             "--max-staleness",
@@ -108,7 +107,7 @@ RULES = (
     _range("steps", WHOLE, "number of steps."),
     _range("reward", NUMBER, "return; drops unknown returns too."),
     _range("pass-rate", Number(0, 1), "share of a group's attempts with a return above 0."),
-    Rule(
+    FilterOptions(
         _duplicates,
         _option(
             "--dedup",
@@ -117,10 +116,10 @@ RULES = (
         ),
         _option("--dedup-similarity", _SIMILAR, type=NUMBER, metavar="X"),
     ),
-    Rule(_overlap, _option("--overlap", _OVERLAP, type=click.Path(), metavar="EVAL")),
+    FilterOptions(_overlap, _option("--overlap", _OVERLAP, type=click.Path(), metavar="EVAL")),
     _flag("--drop-overlong", "Drop trajectories that were cut off.", "overlong"),
     _flag("--drop-zero-variance", "Drop groups whose returns are all equal.", "zero_variance"),
-    Rule(
+    FilterOptions(
         lambda filters, num: [filters.best_of_group(num)],
         _option(
             "--best",
@@ -129,7 +128,7 @@ RULES = (
             metavar="N",
         ),
     ),
-    Rule(
+    FilterOptions(
         lambda filters, num, seed: [filters.sample_groups(num, seed)],
         _option("--sample-groups", _SAMPLE, type=WHOLE, metavar="N"),
         _option("--seed", "Seed for drawing groups.", type=int, default=0, show_default=True),
@@ -161,7 +160,7 @@ def rule_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def chosen_filters(values: Options, rules: Sequence[Rule]) -> list[Filter]:
+def chosen_filters(values: Options, rules: Sequence[FilterOptions]) -> list[Filter]:
     """Return the filters that options choose, in the order in which they apply; none twice.
 
     Args:

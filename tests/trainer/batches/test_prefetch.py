@@ -97,8 +97,3 @@ def test_a_dataset_in_an_object_store_trains_as_a_local_one_does(
         paths = {"dataset": dataset, "model": model, "out": str(tmp_path / name)}
         assert trainer.train(train_config(**paths, **one_each)).num_updates == 3
     assert lines_of(tmp_path / "remote") == lines_of(tmp_path / "local")
-
-
-def test_a_run_in_an_object_store_is_refused() -> None:
-    with pytest.raises(RolloutError, match="out: found memory://bucket/run; expected a local"):
-        train_config(dataset="ds", model="m", out="memory://bucket/run")
