@@ -191,6 +191,8 @@ class Products(TorchDispatchMode):
 @pytest.fixture
 def small_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[argparse.Namespace]:
     monkeypatch.setattr("sys.argv", ["gpu", "--device", "cpu", "--tiny", "--part", "training"])
+    # An earlier run of this process may have used float32, which Accelerate keeps.
+    AcceleratorState._reset_state(reset_partial_state=True)
     yield gpu._arguments()
     AcceleratorState._reset_state(reset_partial_state=True)
 
