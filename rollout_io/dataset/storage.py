@@ -245,6 +245,8 @@ def _matches(pattern: Location, *, is_of_folders: bool) -> Iterator[DatasetFiles
         match = Location(pattern.fs, path)
         if path.endswith(_BESIDE) or posixpath.basename(path).startswith((".", "_")):
             continue
+        if match.fs.exists(match.join(STAGING).path):  # its rows would be left out unsaid
+            raise _no_dataset(path, match)
         if match.fs.isdir(path):
             yield _directory(match)
         elif not is_of_folders:

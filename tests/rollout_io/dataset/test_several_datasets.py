@@ -180,3 +180,10 @@ def test_several_datasets_may_be_on_several_filesystems(tmp_path):
     with refused("dataset_exists", got="a folder of 1 dataset (b)", kind=InputError):
         rollout_io.read("memory://several")
     Location.of(remote).fs.rm("/several", recursive=True)
+
+
+def test_a_pattern_does_not_leave_out_an_interrupted_conversion(tmp_path):
+    write(tmp_path / "a", "a")
+    (tmp_path / "b" / ".converting").mkdir(parents=True)
+    with refused("dataset_exists", where="b", hint="run the interrupted command again"):
+        rollout_io.scan(f"{tmp_path}/*/")
