@@ -78,7 +78,8 @@ def inspect(
     """Show prompts, responses and trained tokens of trajectories.
 
     Conditions see the trajectory: "return > 0 AND num_tool_calls < 9", and its rows in
-    any(CONDITION), all(CONDITION) and last(COLUMN). Exit code 1 if a displayed row breaks a named invariant.
+    any(CONDITION), all(CONDITION) and last(COLUMN). Exit code 1 if a displayed row breaks a named
+    invariant.
 
     --find searches the decoded tokens of every row (without a tokenizer: the logged messages and
     responses). A match in tokens that a row repeats from an earlier row is listed once.

@@ -1,10 +1,11 @@
 """A real S3-compatible server (Moto's) behind a proxy that fails as object stores and networks do.
 
-It needs only the standard library, so that the server can come from another environment.
+It needs only the standard library and pytest, so that the server can come from another environment.
 """
 
 import asyncio
 import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -12,6 +13,8 @@ from collections import Counter
 from contextlib import closing, contextmanager
 from socket import socket
 from typing import NamedTuple
+
+import pytest
 
 BUSY, CUT, SHORT, SLOW, RESET, HANG = "busy", "cut", "short", "slow", "reset", "hang"
 """503 SlowDown; close within the body; a body that is shorter than asked for, with the length of
@@ -206,3 +209,22 @@ def put(port, name, content=b""):
     kind = {"Content-Type": "application/octet-stream"}
     asked = urllib.request.Request(url, content, kind, method="PUT")
     urllib.request.urlopen(asked, timeout=60).close()
+
+
+@contextmanager
+def empty_bucket(log):
+    """A proxy in front of a server with an empty bucket, and where AWS's client finds it."""
+    with (
+        moto_server(sys.executable, log) as port,
+        proxied(port) as proxy,
+        pytest.MonkeyPatch.context() as environment,
+    ):
+        put(port, "bucket")
+        for name, value in {
+            "AWS_ENDPOINT_URL": proxy.url,
+            "AWS_ACCESS_KEY_ID": "a",
+            "AWS_SECRET_ACCESS_KEY": "b",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }.items():
+            environment.setenv(name, value)
+        yield proxy

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import psutil
+import pytest
 
 from tests.conftest import ROOT
 from tests.helpers.trainer_helpers import group_rows, save_tiny_model, write_dataset
@@ -157,7 +158,7 @@ class Machine:
 
 
 class Lab:
-    """Two machines, with what runs need on both, and a private directory each."""
+    """Machines, with what runs need on each, and a private directory each."""
 
     def __init__(self, folder: Path, opened: list[Machine]) -> None:
         self.folder, self.machines = folder, opened
@@ -225,3 +226,12 @@ def unavailable() -> str | None:
             return None
     except OSError as error:
         return f"namespaces are not allowed here: {error}"
+
+
+@contextmanager
+def laboratory(folder: Path, number: int) -> Iterator[Lab]:
+    """Machines with what runs need on each; skip the test, saying so, where they are not allowed."""
+    if reason := unavailable():
+        pytest.skip(reason)
+    with machines(number, folder / "private") as opened:
+        yield Lab(folder, opened)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
-from tests.helpers.machines import SETTINGS, Lab, Started, machines, unavailable
+from tests.helpers.machines import SETTINGS, Lab, Started, laboratory
 from tests.helpers.trainer_helpers import group_rows, save_tiny_model, write_dataset
 from tests.trainer.run.test_resume import lines_of
 
@@ -22,11 +22,8 @@ WITHIN_S = 60
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    if reason := unavailable():
-        pytest.skip(reason)
-    folder = tmp_path_factory.mktemp("lab")
-    with machines(2, folder / "private") as opened:
-        yield Lab(folder, opened)
+    with laboratory(tmp_path_factory.mktemp("lab"), 2) as opened:
+        yield opened
 
 
 Side = tuple[list[str], dict[str, str]]

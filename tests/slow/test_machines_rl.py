@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.machines import Lab, machines, unavailable
+from tests.helpers.machines import Lab, laboratory
 from tests.helpers.rl_helpers import as_toml, config_of, lines_of, save_model
 from trainer import rl
 
@@ -17,11 +17,8 @@ SAME = "loss", "grad_norm", "return_mean", "policy_entropy", "num_trained_tokens
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    if reason := unavailable():
-        pytest.skip(reason)
-    folder = tmp_path_factory.mktemp("lab")
-    with machines(2, folder / "private") as opened:
-        yield Lab(folder, opened)
+    with laboratory(tmp_path_factory.mktemp("lab"), 2) as opened:
+        yield opened
 
 
 def test_rl_on_two_machines_without_a_shared_disk_is_that_of_one_and_resumes(

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.conftest import ROOT
-from tests.helpers.machines import PORT, Lab, Started, machines, unavailable
+from tests.helpers.machines import PORT, Lab, Started, laboratory
 from tests.helpers.trainer_helpers import group_rows, write_dataset
 
 pytestmark = pytest.mark.slow
@@ -24,11 +24,8 @@ MODULES = {"replicated": "rollout_io", "sharded": SHARDED}
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    if reason := unavailable():
-        pytest.skip(reason)
-    folder = tmp_path_factory.mktemp("lab")
-    with machines(4, folder / "private") as opened:
-        yield Lab(folder, opened)
+    with laboratory(tmp_path_factory.mktemp("lab"), 4) as opened:
+        yield opened
 
 
 def train(lab: Lab, *arguments: str, num_machines: int, each: int = 1, kind: str) -> None:

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import random
-import sys
 import time
 
 import fsspec
@@ -27,9 +26,8 @@ from tests.helpers.faulty_store import (
     RESET,
     SHORT,
     SLOW,
-    moto_server,
+    empty_bucket,
     no_fault,
-    proxied,
     put,
 )
 from tests.helpers.peak_memory import FEW, MANY, MOST_MORE_MB, peak_mb, save_model, write_rows
@@ -56,20 +54,7 @@ def every_third(fault):
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    """A proxy in front of a server with an empty bucket, and where AWS's client finds it."""
-    with (
-        moto_server(sys.executable, tmp_path_factory.mktemp("moto") / "log") as port,
-        proxied(port) as proxy,
-        pytest.MonkeyPatch.context() as environment,
-    ):
-        put(port, "bucket")
-        for name, value in {
-            "AWS_ENDPOINT_URL": proxy.url,
-            "AWS_ACCESS_KEY_ID": "a",
-            "AWS_SECRET_ACCESS_KEY": "b",
-            "AWS_DEFAULT_REGION": "us-east-1",
-        }.items():
-            environment.setenv(name, value)
+    with empty_bucket(tmp_path_factory.mktemp("moto") / "log") as proxy:
         yield proxy
 
 

@@ -15,7 +15,7 @@ from rollout_io.dataset.storage import Location
 from rollout_io.dataset.store_lock import StoreLock
 from schemas.errors import InputError
 from tests.helpers.conversion_helpers import call, write
-from tests.helpers.faulty_store import CUT, moto_server, proxied, put
+from tests.helpers.faulty_store import CUT, empty_bucket
 from tests.helpers.refusals import refused
 
 pytestmark = [
@@ -32,19 +32,7 @@ NUM_TRAJECTORIES = 40
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    with (
-        moto_server(sys.executable, tmp_path_factory.mktemp("moto") / "log") as port,
-        proxied(port) as proxy,
-        pytest.MonkeyPatch.context() as environment,
-    ):
-        put(port, "bucket")
-        for name, value in {
-            "AWS_ENDPOINT_URL": proxy.url,
-            "AWS_ACCESS_KEY_ID": "a",
-            "AWS_SECRET_ACCESS_KEY": "b",
-            "AWS_DEFAULT_REGION": "us-east-1",
-        }.items():
-            environment.setenv(name, value)
+    with empty_bucket(tmp_path_factory.mktemp("moto") / "log") as proxy:
         yield proxy
 
 

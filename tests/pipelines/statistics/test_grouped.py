@@ -2,7 +2,6 @@
 
 import json
 
-import polars as pl
 import pytest
 from hypothesis import given, settings
 
@@ -99,4 +98,3 @@ def test_unknown_and_none_are_different_in_the_table():
     rows = table(("a", 0, [{}]), ("b", 0, [{"messages": "[]"}]), optional=("messages",))
     assert grouped(rows, "instance_id")["num_tool_calls_mean"].to_list() == [None, 0.0]
     assert tools(rows).is_empty()
-    assert isinstance(tools(rows), pl.DataFrame)
