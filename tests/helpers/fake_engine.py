@@ -273,7 +273,7 @@ def recorded_inside(engine):
 def running(app, port=0, lifespan="off"):
     """Serve from a thread; its URL."""
     config = uvicorn.Config(
-        app, port=port, lifespan=lifespan, log_level="critical", access_log=False
+        app, port=port, ws="none", lifespan=lifespan, log_level="critical", access_log=False
     )
     server = uvicorn.Server(config)
     server.install_signal_handlers = lambda: None
