@@ -1,7 +1,7 @@
 /** The frame around a view: pickers of datasets and runs, tabs of the eight views, and the current selection. */
 
 import type { JSX } from "preact";
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useState } from "preact/hooks";
 import { changed, go, linkTo, pinsOf, type View, VIEWS } from "./address";
 import { isReport } from "./answers";
 import { currentTheme } from "./colours";
@@ -70,11 +70,6 @@ export function Frame(): JSX.Element {
   const log = session.dataset?.log ?? null;
   // The table and a conversation follow logs; other lists are drawn again once all are read.
   const key = shown === "group" || shown === "diff" ? `${shown} ${log === null || !log.is_done ? "" : log.version}` : shown;
-  const main = useRef<HTMLElement>(null);
-  useEffect(() => {
-    // The arrow and page keys scroll what has the focus, also before the first click.
-    if (document.activeElement === null || document.activeElement === document.body) main.current?.focus({ preventScroll: true });
-  }, [key, place.trajectory]);
   return (
     <div class="frame">
       <a class="skip" href="#title" onClick={skip}>
@@ -125,7 +120,7 @@ export function Frame(): JSX.Element {
         </details>
       )}
       {session.dataset !== null && <LogLine key={session.dataset.id} dataset={session.dataset} />}
-      <main ref={main} tabIndex={-1}>
+      <main tabIndex={-1}>
         <Shown key={key} />
       </main>
       <Dialogs opened={opened} onClose={() => setOpened(null)} />
