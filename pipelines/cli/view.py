@@ -88,7 +88,7 @@ def view(
         raise click.UsageError("view shows at most two datasets, runs or logs.")
     bundle = Bundle.read()
     sources = Sources.open(paths, tokenizer, log_format, is_live=out is None)
-    for text in sources.warnings:
+    for text in [*sources.warnings, *sources.without_tokenizer()]:
         warn(text)
     if out is not None:
         found = export(sources, bundle, out, where=where, limit=limit or DEFAULT_LIMIT)

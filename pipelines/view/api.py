@@ -26,8 +26,9 @@ from pipelines.view.conversation import conversation
 from pipelines.view.dataset import Dataset, write_labels
 from pipelines.view.prefix_icicle import tree
 from pipelines.view.responses import JSON, json_response
+from pipelines.view.runs import Run
 from pipelines.view.search import search
-from pipelines.view.sources import Run, Sources
+from pipelines.view.sources import Sources
 from schemas.errors import InputError
 
 _DEFAULT_LIMIT = 100
@@ -97,6 +98,7 @@ class Api:
                 Route(f"/api/{path}", _endpoint(handler))
                 for path, handler in (
                     ("sources", self._sources),
+                    ("changes", self._changes),
                     ("runs/{run}/metrics", self._metrics),
                     ("runs/{run}/updates/{update}", self._update),
                     ("runs/{run}/updates/{update}/targets", self._targets),
@@ -152,6 +154,9 @@ class Api:
 
     def _sources(self, _: Query) -> Response:
         return json_response(self.sources.describe())
+
+    def _changes(self, _: Query) -> Response:
+        return json_response({"stamp": self.sources.changes()})
 
     def _metrics(self, query: Query) -> Response:
         return json_response(run_files.read_metrics(self.sources.run(query.text("run")).path))

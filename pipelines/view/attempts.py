@@ -11,7 +11,7 @@ from pipelines.statistics.parting import Sampled, parting, sampled_ranges
 from pipelines.view.conversation import conversation
 from pipelines.view.dataset import Dataset
 from pipelines.view.responses import shortened
-from pipelines.view.sources import Run
+from pipelines.view.runs import Run
 from pipelines.view.task_texts import first_steps
 from rollout_io.dataset.first_prompts import digest_of
 from rollout_io.dataset.message_facts import task_text

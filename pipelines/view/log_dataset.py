@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import os
 import shlex
 import shutil
 import tempfile
 import threading
+import time
 import weakref
 import zlib
 from collections import OrderedDict
@@ -42,7 +44,15 @@ from pipelines.view.log_table import FACTS, escaped
 from pipelines.view.short_rows import kind_of
 from pipelines.view.tokenizers import Found, Tokenizers
 from pipelines.view.trajectory_index import TrajectoryIndex
-from rollout_io.conversion.browsing import Listing, decode_run, reread, settings_of
+from rollout_io.conversion.browsing import (
+    AGAIN,
+    CHANGED,
+    Listing,
+    LogFile,
+    decode_run,
+    reread,
+    settings_of,
+)
 from rollout_io.conversion.opened_logs import AUTO
 from rollout_io.conversion.text import NO_TOKENS, Retokenizer
 from rollout_io.conversion.untokenized import Untokenized
@@ -60,9 +70,12 @@ from schemas.errors import InputError, RolloutError
 _LOG = logging.getLogger(__name__)
 _CACHED_BYTES = 64 << 20
 _SHOWN_NAMES = 100
+_LOOK_S = 2.0
+_READ_SHARE = 10
+"""Logs that grow are read again after this multiple of the time that reading them took."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class _Cache:
     """The most recently opened trajectories, up to 64 MiB; at least one."""
 
@@ -143,10 +156,13 @@ class LogDataset(Dataset):
         super().__init__(number, name, path, tokenizer, tokenizers)
         self._listing = Listing.of(Path(path))
         self._spool = Path(tempfile.mkdtemp(prefix="rollouts-view-"))
-        weakref.finalize(self, shutil.rmtree, self._spool, ignore_errors=True)
         self._job = Job(path, log_format, self._spool)
         self._blobs = Blobs(Location.of(str(self._spool / "blobs")))
         self._cache, self._state, self._version = _Cache(), _State(), 0
+        # The copies of `now` share the cache; while one of them is left, its files are needed.
+        weakref.finalize(self._cache, shutil.rmtree, self._spool, ignore_errors=True)
+        self._successor: LogDataset | None = None
+        self._began_s, self._look_s = time.monotonic(), math.inf
         self._shown: list[_Shown] = []
         self._frozen: _Shown | None = None
         self._untokenized: dict[str, str] = {}
@@ -185,6 +201,34 @@ class LogDataset(Dataset):
         with self._changed:
             self._changed.wait_for(lambda: self._state.is_done)
 
+    @property
+    def version(self) -> int:
+        """A number that grows with the trajectories."""
+        return self._version
+
+    def newest(self) -> LogDataset:
+        """Return these logs, or those that were read because a file was added, removed or written.
+
+        They are read in the background, in at most a tenth of the time, until which these are shown.
+        """
+        if self._successor is None and self._state.is_done and time.monotonic() >= self._look_s:
+            self._look_s = time.monotonic() + _LOOK_S
+            if _files(self.path) not in (None, {*self._listing.files}):
+                self._successor = LogDataset(
+                    self.number,
+                    self.name,
+                    self.path,
+                    self._given_tokenizer,
+                    self._tokenizers,
+                    self._job.format,
+                )
+                self._successor._version = self.version + 1
+                threading.Thread(target=self._successor._follow, daemon=True).start()
+        if self._successor is None or not self._successor._state.is_done:
+            return self
+        successor, self._successor = self._successor, None
+        return self if successor._state.error is not None else successor
+
     def _has_begun(self) -> bool:
         return bool(self._state.parts) or self._state.is_done
 
@@ -199,6 +243,8 @@ class LogDataset(Dataset):
             _LOG.exception("reading %s", self.path)
             got = f"unexpected {type(found).__name__}: {' '.join(str(found).split())[:500]}"
             error = InputError("worker", self.path, got)
+        took_s = time.monotonic() - self._began_s
+        self._look_s = time.monotonic() + max(_LOOK_S, _READ_SHARE * took_s)
         self._become(is_done=True, progress=None, first=(), error=error)
 
     def _take(self, message: Message) -> None:
@@ -352,8 +398,7 @@ class LogDataset(Dataset):
         table = self._cache.get((at, trajectory_id), read)
         begin, end = shown.index.bounds(number)
         if table.num_rows != end - begin:
-            got, hint = "the log changed since it was opened", "start the viewer again"
-            raise InputError("input_file", self.path, got, hint=hint)
+            raise InputError("input_file", self.path, CHANGED, hint=AGAIN)
         return table
 
     def describe(self) -> dict[str, Any]:
@@ -403,6 +448,14 @@ def _shown(path: str, state: _State, version: int) -> _Shown:
     index = TrajectoryIndex.of_rows(path, whole.rows, columns, whole.cut)
     index.add(whole.facts)
     return _Shown(state, version, index, whole.runs, whole.schema, whole.notes)
+
+
+def _files(path: str) -> set[LogFile] | None:
+    """Return the files of a log now; None if it cannot be listed."""
+    try:
+        return {*Listing.of(Path(path)).files}
+    except RolloutError:
+        return None
 
 
 def _notes(notes: Mapping[str, int]) -> list[str]:

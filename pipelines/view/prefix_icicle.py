@@ -16,7 +16,7 @@ from pipelines.drift_diagnosis.table import diagnose
 from pipelines.merging.segments import is_joined
 from pipelines.statistics.parting import sampled_mask
 from pipelines.view.dataset import Dataset
-from pipelines.view.sources import Run
+from pipelines.view.runs import Run
 from rollout_io.dataset.prefix_layout import Tokens, common_prefix
 from rollout_io.retokenize.token_bytes import TokenBytes
 from rollout_io.terminal import whole_characters

@@ -15,7 +15,7 @@ from pipelines.statistics.parting import sampled_mask
 from pipelines.view.dataset import Dataset
 from pipelines.view.responses import arrow_response
 from pipelines.view.run_files import FLAGS, NUMBERS
-from pipelines.view.sources import Run
+from pipelines.view.runs import Run
 from schemas.numpy_arrays import to_arrow, to_numpy
 from schemas.ragged import Ragged
 

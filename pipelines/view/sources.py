@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import polars as pl
@@ -21,6 +22,7 @@ from pipelines.view.row_tables import (
     kind_of_table,
     read_row_tables,
 )
+from pipelines.view.runs import Run
 from pipelines.view.tokenizers import Tokenizers
 from rollout_io.conversion.opened_logs import AUTO
 from rollout_io.dataset.reader import read_metadata
@@ -31,90 +33,6 @@ from schemas.token_records import token_record_steps
 
 FIRST_S = 2.0
 """Maximum time to wait for the first trajectory of logs before the page is served."""
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A run that a viewer shows.
-
-    Attributes:
-        name: Short name for the page.
-        path: Directory of the run.
-        datasets: Ids of the datasets that the run trained on.
-        recorded: Dataset ids by absolute path.
-        tasks: The tasks that each update recorded.
-    """
-
-    name: str
-    path: Path
-    datasets: tuple[str, ...]
-    recorded: dict[str, str]
-    tasks: run_files.RecordedTasks
-
-    def dataset_of(self, path: str) -> str | None:
-        """Return the id of the dataset that the run recorded under a path; None if unknown.
-
-        Iterations of `rl` are found by name, so that a run can be moved or opened from any
-        directory.
-        """
-        folder, _, name = path.rstrip("/").rpartition("/")
-        found = self.recorded.get(absolute(path))
-        if found is None and short_name(folder) == run_files.ITERATIONS:
-            found = self.recorded.get(absolute(str(self.path / run_files.ITERATIONS / name)))
-        return found
-
-    def records(
-        self, update: int, dataset: Dataset, columns: Sequence[str] | None = None
-    ) -> pl.DataFrame:
-        """Read an update's token records for the rows of one dataset.
-
-        Iterations of `rl` reuse trajectory ids, so ids alone do not identify a row.
-
-        Raises:
-            InputError: See `run_files.read_tokens`.
-        """
-        names = None if columns is None else ["dataset", *columns]
-        found = run_files.read_tokens(self.path, update, names)
-        paths = found["dataset"].unique().to_list()
-        own = [path for path in paths if self.dataset_of(path) == dataset.number]
-        return found.filter(pl.col("dataset").is_in(own)).drop("dataset")
-
-    def recorded_updates(
-        self, dataset: Dataset, instance_id: str, row: tuple[str, int] | None = None
-    ) -> dict[str, list[int]]:
-        """List the updates that recorded a task of a dataset.
-
-        Args:
-            dataset: The dataset.
-            instance_id: The task.
-            row: trajectory_id and step_index of one of its rows; None: any row.
-
-        Returns:
-            `updates`, in order, and `unreadable`: the updates whose records cannot be read.
-        """
-        updates, unreadable = [], []
-        for update in token_record_steps(self.path):
-            try:
-                paths = [path for path, task in self.tasks.of(update) if task == instance_id]
-                if not any(self.dataset_of(path) == dataset.number for path in paths):
-                    continue
-                if row is not None:
-                    keys = self.records(update, dataset, ["trajectory_id", "step_index"])
-                    if row not in keys.rows():
-                        continue
-            except InputError:
-                unreadable.append(update)
-            else:
-                updates.append(update)
-        return {"updates": updates, "unreadable": unreadable}
-
-    def trained_datasets(self) -> list[str | None]:
-        """Return the dataset of each update with token records, according to the run's metrics."""
-        steps = token_record_steps(self.path)
-        if len(self.datasets) == 1:
-            return [self.datasets[0] for _ in steps]
-        iterations = run_files.iterations_of(self.path)
-        return [self.dataset_of(iterations[step]) if step in iterations else None for step in steps]
 
 
 @dataclass(kw_only=True)
@@ -133,6 +51,8 @@ class Sources:
     shares: dict[str, Shares] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     tokenizers: Tokenizers = field(default_factory=Tokenizers)
+    tokenizer: str | None = None
+    lock: Lock = field(default_factory=Lock)
 
     @classmethod
     def open(
@@ -156,20 +76,20 @@ class Sources:
         Raises:
             RolloutError: A path is not a dataset, a run or such a table, or its data is invalid.
         """
-        sources = cls()
+        sources = cls(tokenizer=tokenizer)
         if tokenizer is not None:
             sources.tokenizers.token_bytes(tokenizer)
         given, tables = [], []
         for path in dict.fromkeys(paths):
             kind = kind_of_path(path, log_format)
             if kind == "run":
-                sources._add_run(path, tokenizer)
+                sources._add_run(path)
             elif kind == "table":
                 tables.append(path)
             elif kind == "log":
-                sources._add_logs(path, tokenizer, log_format, is_live=is_live)
+                sources._add_logs(path, log_format, is_live=is_live)
             else:
-                given.append(sources._add_dataset(path, path, tokenizer))
+                given.append(sources._add_dataset(path, path))
         if tables and not sources.datasets and not sources.runs:
             got = "a table of verdicts or row shares can be shown only with its dataset or run"
             hint = f"pass the dataset too: rollouts view DATASET {tables[0]}"
@@ -178,7 +98,6 @@ class Sources:
         sources._add_tables(tables, given)
         for number in given:
             _ = sources.datasets[number].index
-        sources._warn_of_tokenizers()
         if tokenizer is not None:
             sources._warn_of_others(tokenizer)
         return sources
@@ -203,10 +122,28 @@ class Sources:
             raise InputError("no_such_path", number, "the viewer has no run with this id")
         return self.runs[number]
 
+    def changes(self) -> str:
+        """Take in what logs and runs have gained; return a text that differs if there is any.
+
+        A dataset that a run is still writing is opened when it is complete.
+        """
+        with self.lock:
+            num_datasets = len(self.datasets)
+            for number, dataset in list(self.datasets.items()):
+                if isinstance(dataset, LogDataset):
+                    self.datasets[number] = dataset.newest()
+            for number, run in list(self.runs.items()):
+                self.runs[number], _ = self._with_datasets(run)
+            if len(self.datasets) > num_datasets:
+                self._name()
+            logs = [one.version for one in self.datasets.values() if isinstance(one, LogDataset)]
+            return repr((logs, [run.stamp for run in self.runs.values()]))
+
     def describe(self) -> dict[str, Any]:
         """Return the response of `/api/sources`."""
-        datasets, warnings = [], list(self.warnings)
-        for number, dataset in self.datasets.items():
+        stamp, datasets = self.changes(), []
+        warnings = [*self.warnings, *self.without_tokenizer()]
+        for number, dataset in list(self.datasets.items()):
             try:
                 other = self.compared(number)
                 datasets.append(
@@ -239,7 +176,13 @@ class Sources:
             }
             for number, one in self.shares.items()
         ]
-        return {"datasets": datasets, "runs": runs, "shares": shares, "warnings": warnings}
+        return {
+            "datasets": datasets,
+            "runs": runs,
+            "shares": shares,
+            "warnings": warnings,
+            "stamp": stamp,
+        }
 
     def compared(self, number: str) -> str | None:
         """Return the id of the newest other dataset with a task of this one; None without one.
@@ -250,14 +193,14 @@ class Sources:
         if len(self.datasets) < 2:
             return None
         own = self.datasets[number].tasks
-        for other, dataset in reversed(self.datasets.items()):
+        for other, dataset in reversed([*self.datasets.items()]):
             if other != number and own.is_in(dataset.tasks.implode()).any():
                 return other
         return None
 
     def compared_pair(self) -> tuple[str, str] | None:
         """Return the ids of the newest two datasets that share tasks, older first."""
-        for number in reversed(self.datasets):
+        for number in reversed([*self.datasets]):
             if (other := self.compared(number)) is not None:
                 return other, number
         return None
@@ -384,62 +327,86 @@ class Sources:
         except InputError as error:
             return error.sentence.removesuffix(".")
 
-    def _add_dataset(self, name: str, path: str, tokenizer: str | None) -> str:
+    def _add_dataset(self, name: str, path: str) -> str:
         for number, known in self.datasets.items():
             if absolute(known.path) == absolute(path):
                 return number
         number = f"d{len(self.datasets)}"
-        self.datasets[number] = Dataset(number, short_name(name), path, tokenizer, self.tokenizers)
+        self.datasets[number] = Dataset(
+            number, short_name(name), path, self.tokenizer, self.tokenizers
+        )
         return number
 
-    def _add_logs(
-        self, path: str, tokenizer: str | None, log_format: str, *, is_live: bool
-    ) -> None:
+    def _add_logs(self, path: str, log_format: str, *, is_live: bool) -> None:
         number = f"d{len(self.datasets)}"
         name = short_name(absolute(path))
-        logs = LogDataset(number, name, path, tokenizer, self.tokenizers, log_format)
+        logs = LogDataset(number, name, path, self.tokenizer, self.tokenizers, log_format)
         if is_live:
             logs.start(FIRST_S)
         else:
             logs.read()
         self.datasets[number] = logs
 
-    def _add_run(self, path: str, tokenizer: str | None) -> None:
-        recorded: dict[str, str] = {}
-        rows = run_files.recorded_rows(Path(path))
-        for found in run_files.dataset_paths(Path(path)):
-            dataset = self._add_dataset(found, found, tokenizer)
+    def _add_run(self, path: str) -> None:
+        run = Run(
+            name=short_name(path),
+            path=Path(path),
+            datasets=(),
+            recorded={},
+            opened=frozenset(),
+            tasks=run_files.RecordedTasks(Path(path)),
+        )
+        run, damaged = self._with_datasets(run)
+        self.runs[f"r{len(self.runs)}"] = run
+        self.warnings += [
+            f"A dataset of the run {path} is unreadable: {error.sentence}" for error in damaged
+        ]
+
+    def _with_datasets(self, run: Run) -> tuple[Run, list[RolloutError]]:
+        """Open the datasets of a run that it did not have before; also return those that are damaged."""
+        path, damaged = run.path, list[RolloutError]()
+        paths = [one for one in run_files.dataset_paths(path) if absolute(one) not in run.opened]
+        if not paths:
+            return run, []
+        recorded, opened = dict(run.recorded), set(run.opened)
+        rows = run_files.recorded_rows(path)
+        for path_of_dataset in paths:
+            number = self._add_dataset(path_of_dataset, path_of_dataset)
             try:
-                _ = self.datasets[dataset].reader
+                _ = self.datasets[number].reader
                 # By name: the run, with its datasets, may have been moved.
-                named = pl.col("dataset").str.split("/").list.last() == Path(found).name
-                changed = run_files.changed_rows(rows.filter(named), found)
+                named = pl.col("dataset").str.split("/").list.last() == Path(path_of_dataset).name
+                changed = run_files.changed_rows(rows.filter(named), path_of_dataset)
             except RolloutError as error:
-                del self.datasets[dataset]
-                self.warnings.append(f"A dataset of the run {path} is unreadable: {error.sentence}")
+                del self.datasets[number]
+                damaged.append(error)
                 continue
-            known = self.datasets[dataset]
-            known.model = known.model or run_files.model_of(Path(path))
+            opened.add(absolute(path_of_dataset))
+            dataset = self.datasets[number]
+            dataset.model = dataset.model or run_files.model_of(path)
             if changed:
                 self.warnings.append(
-                    f"{known.name} has changed since {path} trained on it: {changed}. Its tokens"
+                    f"{dataset.name} has changed since {path} trained on it: {changed}. Its tokens"
                     " are shown without the values that the run recorded."
                 )
             else:
-                recorded[absolute(found)] = dataset
-        tasks = run_files.RecordedTasks(Path(path))
-        run = Run(short_name(path), Path(path), tuple(recorded.values()), recorded, tasks)
-        self.runs[f"r{len(self.runs)}"] = run
+                recorded[absolute(path_of_dataset)] = number
+        datasets = tuple(recorded.values())
+        run = replace(run, datasets=datasets, recorded=recorded, opened=frozenset(opened))
+        return run, damaged
 
-    def _warn_of_tokenizers(self) -> None:
+    def without_tokenizer(self) -> list[str]:
+        """Say for which datasets there is no tokenizer."""
         hint = "Pass --tokenizer DIR to decode them."
         reasons: dict[str, list[str]] = {}
-        for dataset in self.datasets.values():
+        for dataset in list(self.datasets.values()):
             if dataset.why_no_tokenizer:
                 reasons.setdefault(dataset.why_no_tokenizer, []).append(dataset.name)
-        for reason, names in reasons.items():
-            shown = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-            self.warnings.append(f"{shown}: tokens are shown as ids because {reason}. {hint}")
+        return [
+            f"{names[0] if len(names) == 1 else f'{names[0]} and {len(names) - 1} more'}: tokens are"
+            f" shown as ids because {reason}. {hint}"
+            for reason, names in reasons.items()
+        ]
 
     def _warn_of_others(self, tokenizer: str) -> None:
         for dataset in (each for each in self.datasets.values() if not each.is_log):

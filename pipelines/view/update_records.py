@@ -9,7 +9,8 @@ from starlette.responses import Response
 
 from pipelines.view.responses import arrow_response
 from pipelines.view.run_files import KEYS, read_tokens
-from pipelines.view.sources import Run, Sources
+from pipelines.view.runs import Run
+from pipelines.view.sources import Sources
 from schemas.errors import RolloutError
 
 _PER_TARGET = ("loss_mask", "advantages", "weights", "logprobs", "importance_weights", "losses")

@@ -49,7 +49,7 @@ BATCH_BYTES = 8 << 20
 """Size of the log records of one table."""
 
 LINK = "outside_link"
-_CHANGED, _AGAIN = "the log changed since it was opened", "start the viewer again"
+CHANGED, AGAIN = "the log changed since it was read", "open it again in a moment"
 
 
 class LogFile(NamedTuple):
@@ -250,7 +250,7 @@ def reread(
             got = "the file is now a link that leaves the directory"
             raise InputError(LINK, place.where, got)
         if listing.was_replaced(place.path):
-            raise InputError("input_file", place.where, _CHANGED, "", _AGAIN)
+            raise InputError("input_file", place.where, CHANGED, "", AGAIN)
     tables, rejected = [], list[Rejected]()
     with _reading(listing, blobs):
         for read in read_runs([run], settings):
@@ -262,7 +262,7 @@ def reread(
         if rejected:
             raise min(rejected, key=lambda each: each.error.rule == INCOMPLETE).error
         where = run.places[0].where if run.places else trajectory_id
-        raise InputError("input_file", where, _CHANGED, "", _AGAIN)
+        raise InputError("input_file", where, CHANGED, "", AGAIN)
     return pa.concat_tables(tables, promote_options="permissive")
 
 

@@ -326,7 +326,7 @@ def test_a_log_written_anew_says_so_when_a_conversation_is_opened(tmp_path):
     (name,) = ask("/api/datasets/d0/trajectories")["trajectory_id"]
     path.write_text(path.read_text().replace("door", "roof"))
     os.utime(path, (1, 1))
-    with pytest.raises(RolloutError, match="changed since it was opened"):
+    with pytest.raises(RolloutError, match="changed since it was read"):
         ask("/api/datasets/d0/conversation", trajectory_id=name)
 
 

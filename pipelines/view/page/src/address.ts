@@ -9,11 +9,11 @@ export type View = (typeof VIEWS)[number];
  * `data`, `where`, `sort`, `descending`: the selection; `task`, `trajectory`, `step`, `at`: the current item in it;
  * `run`, `update`: the joined update of a run; `color`: the column that sets colours; `other`: the dataset to compare
  * `data` with; `runs`, `smooth`, `keys`: the charts; `pins`: pinned trajectories, as a JSON list;
- * `found`: the text that a search found in the conversation.
+ * `found`: the text that a search found in the conversation; `text`: "markdown" to show texts as Markdown.
  */
 export type Name =
   | "data" | "where" | "sort" | "descending" | "task" | "trajectory" | "step" | "at" | "run" | "update"
-  | "color" | "other" | "runs" | "smooth" | "keys" | "pins" | "of" | "columns" | "axis" | "found"; // prettier-ignore
+  | "color" | "other" | "runs" | "smooth" | "keys" | "pins" | "of" | "columns" | "axis" | "found" | "text"; // prettier-ignore
 
 export type Place = { view: View } & { [name in Name]?: string };
 export type Change = { view?: View } & { [name in Name]?: string | undefined };

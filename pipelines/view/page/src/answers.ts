@@ -211,6 +211,8 @@ export interface Sources {
   runs: Run[];
   shares: Shares[];
   warnings: string[];
+  /** Differs when logs or runs have grown. */
+  stamp: string;
   /** The selection that a report was exported with. */
   export?: { where: string | null; limit: number };
 }
@@ -507,21 +509,23 @@ export function sources(): Promise<Sources> {
   return json("/api/sources");
 }
 
-/** Ask again: logs are still being read. Other answers are forgotten if there are more trajectories. */
+/** Ask again: logs are being read, or have grown like a run. Other answers are forgotten if there is more. */
 export async function sourcesAgain(before: Sources): Promise<Sources> {
   kept.delete("/api/sources");
   const now = await sources();
-  if (versionOf(now) !== versionOf(before)) {
+  if (now.stamp !== before.stamp) {
     kept.clear();
     kept.set("/api/sources", Promise.resolve(now));
   }
   return now;
 }
 
-export function isReading({ datasets }: Sources): boolean {
-  return datasets.some(({ log }) => log !== null && log !== undefined && !log.is_done);
+/** The stamp of the sources as they are now. */
+export async function stampNow(): Promise<string> {
+  kept.delete("/api/changes");
+  return (await json<{ stamp: string }>("/api/changes")).stamp;
 }
 
-function versionOf({ datasets }: Sources): string {
-  return datasets.map(({ log }) => log?.version ?? 0).join(" ");
+export function isReading({ datasets }: Sources): boolean {
+  return datasets.some(({ log }) => log !== null && log !== undefined && !log.is_done);
 }

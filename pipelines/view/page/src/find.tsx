@@ -74,7 +74,7 @@ export function Find(): JSX.Element | null {
           {found !== null && !busy && (
             <>
               <header><span role="status">
-                {found.hits.length === 0 ? "No matches" : count(found.hits.length, "match", "matches")}
+                {found.hits.length === 0 ? (dataset.log?.is_done === false ? "No matches so far; the logs are still being read" : "No matches") : count(found.hits.length, "match", "matches")}
                 {isFiltered && ` in the ${count(found.searched, "filtered trajectory", "filtered trajectories")}`}
                 {!found.complete && " so far; the search stopped early"}
                 </span>

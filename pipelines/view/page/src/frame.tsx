@@ -12,7 +12,7 @@ import { useKeys } from "./keys";
 import { LogLine } from "./logs";
 import { Go, Text } from "./parts";
 import { type Session, useSession } from "./session";
-import { plain, short } from "./text";
+import { ending, plain, short } from "./text";
 import { ConversationView } from "./views/conversation";
 import { DiffView } from "./views/diff";
 import { GroupView } from "./views/group";
@@ -68,8 +68,8 @@ export function Frame(): JSX.Element {
   const shown = shownView(place.view, session);
   const Shown = SHOWN[shown];
   const log = session.dataset?.log ?? null;
-  // The table follows logs that are being read; other lists are drawn again once all are read.
-  const key = shown === "group" || shown === "diff" ? `${shown} ${log === null || log.is_done}` : shown;
+  // The table and a conversation follow logs; other lists are drawn again once all are read.
+  const key = shown === "group" || shown === "diff" ? `${shown} ${log === null || !log.is_done ? "" : log.version}` : shown;
   return (
     <div class="frame">
       <a class="skip" href="#title" onClick={skip}>
@@ -120,7 +120,7 @@ export function Frame(): JSX.Element {
         </details>
       )}
       {session.dataset !== null && <LogLine key={session.dataset.id} dataset={session.dataset} />}
-      <main>
+      <main tabIndex={-1}>
         <Shown key={key} />
       </main>
       <Dialogs opened={opened} onClose={() => setOpened(null)} />
@@ -186,12 +186,12 @@ function Chosen({ session }: { session: Session }): JSX.Element | null {
   return (
     <div class="chosen-path" aria-label="Chosen">
       {task !== undefined && (
-        <Go to={changed(session.place, toView("group"))}><Text value={plain(task, 40)} /></Go>
+        <Go to={changed(session.place, toView("group"))}><span title={plain(task)}><Text value={ending(task, 40)} /></span></Go>
       )}
       {trajectory !== undefined && (
         <>
           {task !== undefined && <span aria-hidden="true">›</span>}
-          <Go to={changed(session.place, toView("tokens"))}><Text value={plain(trajectory, 48)} /></Go>
+          <Go to={changed(session.place, toView("tokens"))}><span title={plain(trajectory)}><Text value={ending(trajectory, 48)} /></span></Go>
         </>
       )}
       {trajectory !== undefined && step !== undefined && (

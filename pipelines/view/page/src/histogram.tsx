@@ -49,7 +49,7 @@ function Numbers(props: Props & { counts: Extract<Counts, { edges: number[] }> }
   const { edges, counts, counts_all: all } = props.counts;
   const [drag, setDrag] = useState<[number, number] | null>(null);
   const bins = counts.length;
-  if (bins === 0) return <p class="none">no values</p>;
+  if (bins === 0) return <p class="none">{props.counts.nulls > 0 ? "every value is null" : "no trajectory matches"}</p>;
   const most = Math.max(1, ...all);
   const wide = WIDTH / bins;
   const high = (number: number): number => (number === 0 ? 0 : Math.max(1.5, (number / most) * HEIGHT));

@@ -15,6 +15,8 @@ export function keysNow(): { title: string; keys: Key[] }[] {
   return [...groups.values()].filter((group) => group.keys.length > 0);
 }
 
+const SCROLLS = new Set(["ArrowDown", "ArrowUp", "PageDown", "PageUp", "Home", "End", " "]);
+
 function isWriting(target: EventTarget | null): target is HTMLElement {
   return (
     target instanceof HTMLElement &&
@@ -29,6 +31,8 @@ window.addEventListener("keydown", (event) => {
     if (event.key !== "Escape") return;
     event.target.blur();
   }
+  // The browser scrolls what has the focus, which before the first click is nothing.
+  if (event.target === document.body && SCROLLS.has(event.key)) document.querySelector("main")?.focus({ preventScroll: true });
   // Focused buttons and links handle their own keys.
   const onControl = event.target instanceof HTMLElement && event.target.matches("button, a, summary, input");
   if (onControl && (event.key === "Enter" || event.key === " ")) return;

@@ -4,7 +4,7 @@ import "./style.css";
 import { type JSX, render } from "preact";
 import { useEffect, useMemo, useState } from "preact/hooks";
 import { go, hasView, usePlace } from "./address";
-import { isReading, isReport, type Sources, sources, sourcesAgain, trajectories } from "./answers";
+import { isReading, isReport, type Sources, sources, sourcesAgain, stampNow, trajectories } from "./answers";
 import { Frame } from "./frame";
 import { Failure, useAnswer, Waiting } from "./parts";
 import { SessionContext, sessionOf } from "./session";
@@ -43,15 +43,21 @@ function Page(): JSX.Element {
 }
 
 const AGAIN_MS = 700;
+const LOOK_MS = 3000;
 
-/** The sources, asked for again while logs are being read. */
+/** The sources, asked for again while logs are being read, and when logs or runs have grown. */
 function useNewest(first: Sources | null): Sources | null {
   const [now, setNow] = useState<Sources | null>(null);
   const newest = now ?? first;
   useEffect(() => {
-    if (newest === null || isReport || !isReading(newest)) return;
-    const timer = window.setTimeout(() => sourcesAgain(newest).then(setNow, () => setNow({ ...newest })), AGAIN_MS);
-    return () => window.clearTimeout(timer);
+    if (newest === null || isReport) return;
+    const again = (): void => void sourcesAgain(newest).then(setNow, () => setNow({ ...newest }));
+    const look = (): void => {
+      if (document.hidden) return;
+      stampNow().then((stamp) => stamp !== newest.stamp && again(), () => undefined);
+    };
+    const timer = isReading(newest) ? window.setTimeout(again, AGAIN_MS) : window.setInterval(look, LOOK_MS);
+    return () => window.clearInterval(timer);
   }, [newest]);
   return newest;
 }

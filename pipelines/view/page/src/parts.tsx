@@ -72,14 +72,17 @@ export type Answer<T> =
   | { state: "here"; value: T }
   | { state: "refused"; error: AnswerError; value?: undefined };
 
-/** Fetch when `key` changes, keeping the previous answer until the new one arrives. Null fetches nothing. */
-export function useAnswer<T>(key: string | null, ask: () => Promise<T>, keep = false): Answer<T> {
-  const [answer, setAnswer] = useState<Answer<T> & { key?: string | null }>({ state: "asked", key: null });
+/**
+ * Fetch when `key` changes. Null fetches nothing.
+ * The previous answer is kept until the new one arrives, if `of`, what both are about, is the same and not null.
+ */
+export function useAnswer<T>(key: string | null, ask: () => Promise<T>, of: string | null = null): Answer<T> {
+  const [answer, setAnswer] = useState<Answer<T> & { key?: string | null; of?: string | null }>({ state: "asked", key: null });
   useEffect(() => {
     if (key === null) return;
     let live = true;
     ask().then(
-      (value) => live && setAnswer({ state: "here", value, key }),
+      (value) => live && setAnswer({ state: "here", value, key, of }),
       (error: unknown) =>
         live && setAnswer({ state: "refused", error: asError(error), key }),
     );
@@ -88,7 +91,7 @@ export function useAnswer<T>(key: string | null, ask: () => Promise<T>, keep = f
     };
   }, [key]);
   if (answer.key === key) return answer;
-  return keep && answer.value !== undefined ? { state: "asked", value: answer.value } : { state: "asked" };
+  return of !== null && answer.of === of && answer.value !== undefined ? { state: "asked", value: answer.value } : { state: "asked" };
 }
 
 export function asError(error: unknown): AnswerError {

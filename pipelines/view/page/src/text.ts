@@ -43,6 +43,11 @@ export function plain(text: string, limit = 200): string {
     .replaceAll("\t", "⇥");
 }
 
+/** The end of an id on one line: paths and prefixes, which many ids share, come first. */
+export function ending(id: string, limit: number): string {
+  return id.length > limit ? `…${plain(id.slice(-limit), limit)}` : plain(id, limit);
+}
+
 /** Length in bytes of the UTF-8 character that starts with this byte; 0 for an invalid first byte. */
 function characterLength(byte: number): number {
   if (byte < 0x80) return 1;

@@ -4,10 +4,12 @@ import type { JSX } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
 import { go } from "../address";
 import { type Conversation, conversation, type Part, picture, type Turn } from "../answers";
+import { NoTrajectory } from "../first_trajectory";
 import { useKeys } from "../keys";
+import { Markdown } from "../markdown";
 import { Awaited, Empty, Go, Num, Text, useAnswer } from "../parts";
 import { useSession } from "../session";
-import { count, plain } from "../text";
+import { count, plain, short } from "../text";
 
 const KINDS: Record<Part["type"], string> = {
   text: "text",
@@ -21,21 +23,20 @@ const KINDS: Record<Part["type"], string> = {
 export function ConversationView(): JSX.Element {
   const { dataset, place } = useSession();
   const { trajectory } = place;
-  const key = dataset === null || trajectory === undefined ? null : JSON.stringify([dataset.id, trajectory]);
-  const answer = useAnswer(key, () => conversation(dataset!.id, trajectory!));
+  const shown = dataset === null || trajectory === undefined ? null : JSON.stringify([dataset.id, trajectory]);
+  const key = shown === null ? null : `${shown} ${dataset?.log?.version ?? 0}`;
+  const answer = useAnswer(key, () => conversation(dataset!.id, trajectory!), shown);
   if (dataset === null || trajectory === undefined) {
     return (
       <section class="view" aria-labelledby="title">
         <h1 id="title">Conversation</h1>
-        <Empty>
-          Choose a trajectory in the <Go to={{ view: "table" }}>table</Go> to read it.
-        </Empty>
+        <NoTrajectory />
       </section>
     );
   }
   return (
     <section class="view" aria-labelledby="title">
-      <Awaited answer={answer}>{(found) => <Lanes key={key} found={found} trajectory={trajectory} />}</Awaited>
+      <Awaited answer={answer}>{(found) => <Lanes key={shown} found={found} trajectory={trajectory} />}</Awaited>
     </section>
   );
 }
@@ -44,23 +45,28 @@ function Lanes({ found, trajectory }: { found: Conversation; trajectory: string 
   const [open, setOpen] = useState(false);
   const [repeated, setRepeated] = useState(false);
   const [turn, setTurn] = useState(-1);
-  const { found: sought = "" } = useSession().place;
+  const { found: sought = "", text } = useSession().place;
+  const isMarkdown = text === "markdown";
+  const switchText = (): void => go({ text: isMarkdown ? undefined : "markdown" }, { replace: true });
   const turns = found.lanes.flatMap((lane) => lane.turns);
   const soughtIn = sought === "" ? undefined : turns.find((one) => one.is_new && one.parts.some((part) => part.text.includes(sought)));
   const folds = turns.some((one) => one.parts.some((part) => isFolded(part, one.role)));
   const sampled = turns.filter((one) => one.num_tokens !== null);
   const cut = sampled.filter((one) => one.stop_reason === "length").length;
   const old = found.lanes.reduce((sum, lane) => sum + lane.turns.filter((one) => !one.is_new).length, 0);
-  const move = (by: number): void => {
-    const cards = [...document.querySelectorAll<HTMLElement>("article.turn")];
-    const next = Math.max(0, Math.min(cards.length - 1, turn + by));
+  const numShown = repeated ? turns.length : turns.length - old;
+  const show = (number: number, block: "nearest" | "start"): void => {
+    const next = Math.max(0, Math.min(numShown - 1, number));
+    const card = cardsNow()[next];
     setTurn(next);
-    cards[next]?.focus();
-    cards[next]?.scrollIntoView({ block: "nearest" });
+    card?.focus({ preventScroll: true });
+    card?.scrollIntoView({ block });
   };
+  const move = (by: number): void => show(turn + by, "nearest");
   useKeys("Conversation", [
     { key: "j", does: "next turn", run: () => move(1) },
     { key: "k", does: "previous turn", run: () => move(-1) },
+    { key: "t", does: "text as Markdown, or as it is", run: switchText },
     { key: "e", does: "unfold or fold all parts", run: () => setOpen(!open) },
     { key: "h", does: "show or hide repeated turns", run: () => setRepeated(!repeated) },
     {
@@ -84,6 +90,7 @@ function Lanes({ found, trajectory }: { found: Conversation; trajectory: string 
             {cut > 0 && `, ${cut} cut off at the token limit`}
           </small>
         </h1>
+        <button type="button" aria-pressed={isMarkdown} onClick={switchText} title="Text as Markdown, or as it is (t)">Markdown</button>
         {folds && (
           <button type="button" aria-pressed={open} onClick={() => setOpen(!open)} title="Fold or unfold (e)">
             {open ? "Fold all" : "Unfold all"}
@@ -102,6 +109,8 @@ function Lanes({ found, trajectory }: { found: Conversation; trajectory: string 
         </div>
       )}
       {found.lanes.every((lane) => lane.turns.length === 0) && <Empty>The dataset has no text for this trajectory.</Empty>}
+      <div class="conversation">
+      {numShown > OUTLINED && <Outline found={found} repeated={repeated} onShow={(number) => show(number, "start")} />}
       <div class={found.lanes.length > 1 ? "lanes several" : "lanes"}>
         {found.lanes.map((lane, at) => (
           <section key={at} class="lane" aria-label={lane.agent ?? "conversation"}>
@@ -112,8 +121,73 @@ function Lanes({ found, trajectory }: { found: Conversation; trajectory: string 
           </section>
         ))}
       </div>
+      </div>
     </>
   );
+}
+
+/** Conversations with more turns have an outline. */
+const OUTLINED = 8;
+/** Pixels at the top of the page that the name of a lane may cover; turns scroll to below them. */
+const COVERED = 44;
+
+function cardsNow(): HTMLElement[] {
+  return [...document.querySelectorAll<HTMLElement>("article.turn")];
+}
+
+/** All turns with their positions; the turn at the top of the page is marked. */
+function Outline({ found, repeated, onShow }: { found: Conversation; repeated: boolean; onShow: (number: number) => void }): JSX.Element {
+  const list = useRef<HTMLOListElement>(null);
+  const [at, setAt] = useState(0);
+  useEffect(() => {
+    const scroller = document.querySelector("main");
+    if (scroller === null) return;
+    const follow = (): void => {
+      const top = scroller.getBoundingClientRect().top;
+      const first = cardsNow().findIndex((card) => card.getBoundingClientRect().bottom > top + COVERED);
+      if (first >= 0) setAt(first);
+    };
+    follow();
+    scroller.addEventListener("scroll", follow, { passive: true });
+    return () => scroller.removeEventListener("scroll", follow);
+  }, [found, repeated]);
+  useEffect(() => {
+    const line = list.current?.querySelectorAll<HTMLElement>("li.turn-line")[at];
+    if (line !== undefined && list.current !== null) list.current.scrollTop = line.offsetTop - list.current.clientHeight / 2;
+  }, [at]);
+  let number = -1;
+  const total = found.lanes.reduce((sum, lane) => sum + lane.turns.filter((one) => one.is_new || repeated).length, 0);
+  return (
+    <nav class="outline" aria-label="Outline">
+      <p class="note" role="status">turn {short(at + 1)} of {short(total)}</p>
+      <ol ref={list}>
+        {found.lanes.map((lane, place) => [
+          found.lanes.length > 1 && <li key={place} class="agent"><Text value={plain(lane.agent ?? "(unnamed agent)", 40)} /></li>,
+          ...lane.turns.filter((one) => one.is_new || repeated).map((one) => {
+            number += 1;
+            const here = number;
+            return (
+              <li key={`turn ${here}`} class={`turn-line ${ROLES.has(one.role) ? one.role : "other"}`}>
+                <button type="button" class="link" aria-current={here === at ? "true" : undefined} onClick={() => onShow(here)}>
+                  <span class="number">{short(here + 1)}</span> <span class="role">{plain(one.role, 12)}</span>{" "}
+                  <span class={one.stop_reason === "length" ? "gist failed" : "gist"}>{gistOf(one)}</span>
+                </button>
+              </li>
+            );
+          }),
+        ])}
+      </ol>
+    </nav>
+  );
+}
+
+/** The tools of a turn, else the start of its text. */
+function gistOf({ parts }: Turn): string {
+  const calls = parts.filter((part) => part.type === "tool_call").map((part) => part.name ?? "call");
+  if (calls.length > 0) return plain(calls.join(", "), 60);
+  const first = parts.find((part) => part.text.trim() !== "");
+  if (first === undefined) return "";
+  return first.type === "tool_result" && first.name ? plain(first.name, 60) : plain(first.text.slice(0, 300).replace(/\s+/g, " ").trim(), 60);
 }
 
 const ROLES = new Set(["system", "user", "assistant", "tool"]);
@@ -168,10 +242,12 @@ function isFolded(part: Part, role: string): boolean {
 }
 
 function PartOf({ part, open, folds }: { part: Part; open: boolean; folds: boolean }): JSX.Element {
+  const isMarkdown = useSession().place.text === "markdown";
   const [own, setOwn] = useState<{ with: boolean; open: boolean } | null>(null);
   const isOpen = own !== null && own.with === open ? own.open : open;
   if (part.type === "image" || part.type === "file") return <Picture part={part} />;
-  if (!folds) return <div class="said"><Text value={part.text} /></div>;
+  const said = isMarkdown && (part.type === "text" || part.type === "thinking") ? <Markdown value={part.text} /> : <Text value={part.text} />;
+  if (!folds) return <div class="said">{said}</div>;
   return (
     <details
       class={`part ${part.type}`}
@@ -184,7 +260,7 @@ function PartOf({ part, open, folds }: { part: Part; open: boolean; folds: boole
         {!isOpen && <span class="preview">{plain(part.text.trimStart(), 110)}</span>}
         <small>{count(part.text.length, "character")}</small>
       </summary>
-      {isOpen && <div class="said"><Text value={part.text} /></div>}
+      {isOpen && <div class="said">{said}</div>}
     </details>
   );
 }

@@ -116,7 +116,9 @@ function Tasks({ table, a, b }: { table: Table; a: Dataset; b: Dataset }): JSX.E
       </ul>
       {selection.where !== "" && <p class="note">Only trajectories where <code><Text value={selection.where} /></code></p>}
       {all.length === 0 ? (
-        <Empty>The datasets have no task in common.</Empty>
+        <Empty>
+          {[a, b].some((one) => one.log?.is_done === false) ? "No task in both has been read yet; reading goes on." : selection.where === "" ? "The datasets have no task in common." : "No task in both has trajectories that match the filter."}
+        </Empty>
       ) : (
         <VirtualTable
           label="Tasks in both"

@@ -35,9 +35,9 @@ interface Loaded {
 export function RunView(): JSX.Element {
   const { sources, place, run } = useSession();
   const shown = shownRuns(sources.runs, place.runs, run);
-  const key = JSON.stringify(shown.map((one) => one.id));
+  const key = JSON.stringify([shown.map((one) => one.id), sources.stamp]);
   const answer = useAnswer(key, () =>
-    Promise.all(shown.map(async (one) => ({ run: one, metrics: await metrics(one.id) }))), true);
+    Promise.all(shown.map(async (one) => ({ run: one, metrics: await metrics(one.id) }))), "runs");
   const smooth = Number(place.smooth ?? 0);
   const box = useRef<HTMLInputElement>(null);
   useKeys("Run", [

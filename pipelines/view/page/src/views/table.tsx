@@ -14,6 +14,7 @@ import {
   type Value,
   type Window,
 } from "../answers";
+import { NoMatch } from "../first_trajectory";
 import { Histogram } from "../histogram";
 import { useKeys } from "../keys";
 import { asError, Cell, Empty, Failure, Num, Text, useAnswer } from "../parts";
@@ -242,14 +243,7 @@ export function TableView(): JSX.Element {
       )}
       </div>
       {facts !== null && facts.total === 0 ? (
-        <Empty>
-          No trajectory matches the filter.
-          {selection.where !== "" && (
-            <button type="button" onClick={() => go({ where: undefined })}>
-              Clear the filter
-            </button>
-          )}
-        </Empty>
+        <NoMatch dataset={dataset} />
       ) : (
         <VirtualTable
           label="Trajectories"
@@ -384,8 +378,10 @@ function Chart({ column }: { column: string }): JSX.Element | null {
   const key = dataset === null ? null : JSON.stringify([dataset.id, column, where, dataset.log?.version]);
   // The columns of verdicts and shares have one value per trajectory.
   const hasOneRow = dataset !== null && (dataset.num_rows === dataset.num_trajectories || dataset.added.includes(column));
-  const answer = useAnswer(key, () => histogram(dataset!.id, column, where), true);
-  if (answer.state === "refused") return null;
+  const answer = useAnswer(key, () => histogram(dataset!.id, column, where), dataset === null ? null : `${dataset.id} ${column}`);
+  if (answer.state === "refused") {
+    return <figure class="histogram"><figcaption>{plain(column, 40)}</figcaption><p class="none"><Text value={answer.error.message} /></p></figure>;
+  }
   if (answer.value === undefined) return <figure class="histogram" aria-busy="true" />;
   return (
     <Histogram

@@ -7,8 +7,9 @@ import { go, togglePin } from "../address";
 import { type Span, tokens, total, valueOf, verdicts } from "../answers";
 import { css, inkOn, type Scale } from "../colours";
 import { drawFault, faultsAt, GUTTER, marginNotes, Verdicts } from "../faults";
+import { NoTrajectory } from "../first_trajectory";
 import { useKeys } from "../keys";
-import { Awaited, Cell, cssVariable, Empty, Go, Legend, Num, surface, Text, useAnswer, useSize, useTheme } from "../parts";
+import { Awaited, Cell, cssVariable, Legend, Num, surface, Text, useAnswer, useSize, useTheme } from "../parts";
 import { RecordedIn } from "../recorded";
 import { useSession } from "../session";
 import { count, exact, pieces, short, tokenPieces } from "../text";
@@ -30,9 +31,7 @@ export function TokensView(): JSX.Element {
     return (
       <section class="view" aria-labelledby="title">
         <h1 id="title">Tokens</h1>
-        <Empty>
-          Choose a trajectory in the <Go to={{ view: "table" }}>table</Go> to see its tokens.
-        </Empty>
+        <NoTrajectory />
       </section>
     );
   }

@@ -5,6 +5,7 @@ import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/ho
 import { go } from "../address";
 import { type Tree, tree, type TreeNode } from "../answers";
 import { aroundZero, css, inkOn } from "../colours";
+import { NoTrajectory } from "../first_trajectory";
 import { useKeys } from "../keys";
 import { Awaited, cssVariable, Empty, Go, Legend, Num, surface, Text, useAnswer, useSize, useTheme } from "../parts";
 import { useSession } from "../session";
@@ -44,9 +45,7 @@ export function TreeView(): JSX.Element {
         </div>
       </header>
       {named === undefined ? (
-        <Empty>
-          Choose a trajectory in the <Go to={{ view: "table" }}>table</Go> to see which tokens its steps share.
-        </Empty>
+        <NoTrajectory />
       ) : (
         <Awaited answer={answer}>
           {(found) => (found.nodes.length === 0 ? <Empty>No tokens.</Empty> : <Icicle key={key} tree={found} by={place.color === "advantage" ? "advantage" : "return"} />)}
