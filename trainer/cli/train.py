@@ -171,8 +171,8 @@ def train(
         emit(_report(result, settings))
     suggest_next_steps(result.out, result.checkpoint)
     if "rollout_logprobs_abs_diff_mean" in result.metrics:
-        data, model = settings.data, settings.model
-        next_command("rollouts", "audit", data.dataset, "--weights", model.path)
+        weights = "--weights", settings.model.path
+        next_command("rollouts", "audit", settings.data.dataset, *weights)
     return 0
 
 
