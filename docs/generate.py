@@ -300,9 +300,11 @@ default; `partial_groups` can instead mask such groups, or train on the trajecto
 
 **Mismatch of sampler and trainer.** Every line of `metrics.jsonl` compares the policy's log-probabilities with
 `rollout_logprobs`: mean, spread and percentiles of the absolute differences, the signed mean (`rollout_logprobs_diff_mean`;
-near 0 if the differences are only noise), and the effective sample size of the ratios. Rounding cannot explain a mean
-difference of more than 0.3 nats. In this case, the trainer evaluates the policy at other temperatures and at neighbouring
-tokens, and a warning names the likely cause.
+near 0 if the differences are only noise), and the effective sample size of the ratios. Before the first update, one
+micro-batch is compared; if the mean difference exceeds 0.05 nats, the trainer also evaluates the policy at other
+temperatures and at neighbouring tokens. A warning names the likely cause, if there is one, or says that the weights differ
+if the difference exceeds 0.3 nats, which rounding cannot explain. Later updates warn if their mean difference exceeds 0.3
+nats. `rollouts audit` then finds the rows.
 
 ## The plan: `--dry-run`
 

@@ -99,10 +99,10 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
         with stop.requested_by_signals(), _open_log(run) as log:
             set_rates(run, progress.global_step)
             is_over = progress.global_step == config.batch.max_updates
-            passes = log.passes if log else UNWATCHED
-            for step in () if is_over else updates(run, progress, passes=passes):
+            passes, tell = (log.passes, log.warn_once) if log else (UNWATCHED, lambda *_: None)
+            for step in () if is_over else updates(run, progress, passes=passes, tell=tell):
                 progress, metrics = step.progress, step.metrics
-                write(partial(log.write, metrics, step.cause, step.tokens) if log else None)
+                write(partial(log.write, metrics, step.tokens) if log else None)
                 if every and not metrics["skipped"] and progress.global_step % every == 0:
                     save(run, progress, log)
                 is_over = progress.global_step == config.batch.max_updates

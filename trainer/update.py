@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -50,7 +50,7 @@ from trainer.loss import (
 )
 from trainer.models.critic import clipped_value_loss
 from trainer.models.optimizer import clip_and_step, rate_factor, set_learning_rate
-from trainer.run.advice import differs_from_sampler, likely_cause
+from trainer.run.advice import MISMATCH, sampler_mismatch
 from trainer.run.batch_advantages import charge_kl, estimate, next_coef
 from trainer.run.metrics import (
     batch_metrics,
@@ -89,7 +89,6 @@ class Step:
         metrics: Metrics; before the update, those that do not depend on it.
         progress: Progress of the run after the update.
         tokens: Token records of the update, in the main process; None: there are none.
-        cause: Likely cause of a mismatch with the sampler; None: not looked for.
     """
 
     batch: Batch
@@ -101,7 +100,6 @@ class Step:
     metrics: dict[str, Any] = field(default_factory=dict)
     progress: Progress = START
     tokens: pa.Table | None = None
-    cause: str | None = None
 
     @property
     def forests(self) -> list[Forest]:
@@ -110,20 +108,25 @@ class Step:
 
 
 def updates(
-    run: Run, progress: Progress, *, explains: bool = True, passes: Passes = UNWATCHED
+    run: Run,
+    progress: Progress,
+    *,
+    passes: Passes = UNWATCHED,
+    tell: Callable[[str, str], None] = lambda *_: None,
 ) -> Iterator[Step]:
     """Train on the mini-batches that follow `progress`, and yield each after its update.
 
-    With `explains`, the first mismatch with the sampler's log-probabilities is analysed to find its
-    cause. `passes` counts the forwarded micro-batches.
+    `passes` counts the forwarded micro-batches. Before the first update of the run, `tell` is called
+    with a subject and a warning if the log-probabilities differ from the sampler's.
     """
     start = time.perf_counter()
     for ready in steps(run, progress.position, passes):
+        if not progress.num_mini_batches and (
+            text := sampler_mismatch(run, ready.batch, ready.forests)
+        ):
+            tell(MISMATCH, text)
         step = make_update(run, ready, progress, passes)
         progress, metrics = step.progress, step.metrics
-        if explains and differs_from_sampler(metrics):
-            step = replace(step, cause=likely_cause(run, step.batch, step.forests))
-            explains = False
         seconds = time.perf_counter() - start
         metrics |= {"seconds": seconds, "tokens_per_s": metrics["num_forwarded_tokens"] / seconds}
         passes.end_update(stepped=not metrics["skipped"])

@@ -196,20 +196,28 @@ def _check_repeats(
 
 
 def trajectory_identity(value: Any, row: int) -> TrajectoryID:
-    """Convert an object or mapping with `instance_id` and `repetition_id`."""
+    """Convert an object or mapping with `instance_id` and `repetition_id`, or `to_string()` of one.
+
+    Example:
+        >>> trajectory_identity("add-3-4_0", 0)
+        TrajectoryID(instance_id='add-3-4', repetition_id=0)
+    """
+    found = None
     try:
-        if isinstance(value, Mapping):
+        if isinstance(value, str):
+            name, _, number = value.rpartition("_")
+            found = TrajectoryID(name, int(number)) if f"{name}_{int(number)}" == value else None
+        elif isinstance(value, Mapping):
             found = TrajectoryID(str(value["instance_id"]), operator.index(value["repetition_id"]))
         else:
             found = TrajectoryID(str(value.instance_id), operator.index(value.repetition_id))
-    except (AttributeError, KeyError, TypeError):
-        found = None
+    except (AttributeError, KeyError, TypeError, ValueError):
+        pass
     if found is None or not _is_text(found.instance_id) or abs(found.repetition_id) >= 2**31:
-        expected = "an instance_id and an integer repetition_id below 2147483648"
-        name, _, number = value.rpartition("_") if isinstance(value, str) else ("", "", "")
-        own = {"instance_id": name, "repetition_id": int(number)} if number.isdecimal() else None
-        hint = f"SkyRL's to_string() joined both ids: pass {json.dumps(own)} here" if own else None
-        raise field_error("trajectory_id", "trajectory_ids", repr(value), expected, hint, row=row)
+        expected = (
+            "an instance_id and an integer repetition_id below 2147483648, or INSTANCE_REPETITION"
+        )
+        raise field_error("trajectory_id", "trajectory_ids", repr(value), expected, row=row)
     return found
 
 

@@ -17,6 +17,7 @@ from rollout_io.cli.output import (
     emit_json,
     example,
     going_on,
+    next_command,
     note,
     shown_log,
 )
@@ -169,6 +170,9 @@ def train(
     else:
         emit(_report(result, settings))
     suggest_next_steps(result.out, result.checkpoint)
+    if "rollout_logprobs_abs_diff_mean" in result.metrics:
+        weights = "--weights", settings.model.path
+        next_command("rollouts", "audit", settings.data.dataset, *weights)
     return 0
 
 

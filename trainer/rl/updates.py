@@ -71,7 +71,6 @@ class Learning:
         self.progress = self.opened.progress
         self._saved_step = self.progress.global_step
         self._said: set[str] = set()
-        self._explained = False
 
     @property
     def accelerator(self) -> Accelerator:
@@ -132,15 +131,14 @@ class Learning:
     ) -> list[dict[str, Any]]:
         iteration, lines = self.iteration, list[dict[str, Any]]()
         set_rates(run, self.progress.global_step)
-        explains, passes = not self._explained, log.passes if log else UNWATCHED
-        for step in updates(run, self.progress, explains=explains, passes=passes):
-            self._explained |= step.cause is not None
+        passes, tell = (log.passes, log.warn_once) if log else (UNWATCHED, lambda *_: None)
+        for step in updates(run, self.progress, passes=passes, tell=tell):
             self.progress, metrics = step.progress, step.metrics
             if any(name.startswith(ENVIRONMENT) for name in numbers):  # metrics of the environments
                 metrics = {n: v for n, v in metrics.items() if not n.startswith(ENVIRONMENT)}
             metrics = {"iteration": iteration} | metrics | numbers
             if log:
-                log.write(metrics, step.cause, step.tokens)
+                log.write(metrics, step.tokens)
             lines.append(metrics)
             numbers = {}
         return lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,10 +19,14 @@ from trainer.batches.plan import Plan, num_groups_of_one
 from trainer.config.functions import ADVANTAGE_ESTIMATOR, LOSS_REDUCTION
 from trainer.config.train_config import TrainConfig
 from trainer.distributed.balance import FILLER
+from trainer.distributed.processes import over_processes
 from trainer.loss import policy_logprobs
+from trainer.run.metrics import agreement
 from trainer.run.run import Run
 
 LARGE_DIFFERENCE_NATS = 0.3
+SMALL_DIFFERENCE_NATS = 0.05
+"""Differences up to this size are usual for sampling in bfloat16; no cause is looked for."""
 
 
 def warnings_before(rows: pl.DataFrame, plan: Plan, config: TrainConfig) -> dict[str, str]:
@@ -62,17 +67,8 @@ def warnings_before(rows: pl.DataFrame, plan: Plan, config: TrainConfig) -> dict
     return warnings
 
 
-def differs_from_sampler(metrics: Mapping[str, Any]) -> bool:
-    """True if the policy's log-probabilities are far from the sampler's."""
-    return bool(metrics.get("rollout_logprobs_abs_diff_mean", 0.0) > LARGE_DIFFERENCE_NATS)
-
-
-def warnings_about(
-    metrics: Mapping[str, Any], config: TrainConfig, cause: str | None = None
-) -> dict[str, str]:
+def warnings_about(metrics: Mapping[str, Any], config: TrainConfig) -> dict[str, str]:
     """Return warnings about an update, keyed by subject; a run prints each subject once.
-
-    `cause` is the result of `trainer.run.advice.likely_cause`, if available.
 
     Example:
         >>> from trainer.config.sections import DataConfig, ModelConfig, RunConfig
@@ -83,12 +79,9 @@ def warnings_about(
         ['zero_gradient']
     """
     warnings = {}
-    if differs_from_sampler(metrics):
-        warnings["rollout_logprobs"] = (
-            "rollout_logprobs differ from the policy's log-probabilities by"
-            f" {metrics['rollout_logprobs_abs_diff_mean']:.2g} nats on average"
-            + (f"\nlikely cause: {cause}" if cause else "")
-        )
+    difference = metrics.get("rollout_logprobs_abs_diff_mean", 0.0)
+    if difference > LARGE_DIFFERENCE_NATS:
+        warnings[MISMATCH] = _differ(difference)
     if metrics["num_trained_tokens"] and not metrics["num_trained_groups"]:
         leave_out = "\nHint: pass --set data.drop_zero_variance_groups=true to leave groups with equal rewards out"
         warnings["zero_gradient"] = (
@@ -146,26 +139,53 @@ def warnings_about_rows(
 EXPLAINED = 1 / 3
 """A cause is reported only if undoing it reduces the difference to at most this fraction."""
 TEMPERATURES = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.5)
+MISMATCH = "rollout_logprobs"
+"""Subject of warnings that the policy's log-probabilities differ from the sampler's."""
 
 
-def likely_cause(run: Run, batch: Batch, forests: Sequence[Forest]) -> str:
-    """Name the likely cause of a mismatch between the policy's and the sampler's log-probabilities.
+def sampler_mismatch(run: Run, batch: Batch, forests: Sequence[Forest]) -> str | None:
+    """Compare the policy with the sampler in one micro-batch of `forests`, before an update.
 
-    Recomputes the log-probabilities of one micro-batch of `forests` at other temperatures, and
-    tries a shift of `rollout_logprobs` by one token. A cause is named if undoing it leaves at most
-    a third of the difference. The batch must have `rollout_logprobs` at the targets.
+    Every process of the run must call this. If the log-probabilities differ by more than
+    `SMALL_DIFFERENCE_NATS` on average, they are recomputed at other temperatures, and
+    `rollout_logprobs` are shifted by one token. A cause is named if undoing it leaves at most a
+    third of the difference.
+
+    Returns:
+        A warning if there is a likely cause, or if the difference exceeds `LARGE_DIFFERENCE_NATS`;
+        None if not, or if a row of the micro-batch has no log-probabilities.
     """
-    first = [*forests, FILLER][:1]  # processes with fewer micro-batches must forward as many
-    now = policy_logprobs(run, batch, first)
-    before = _distance(now, batch.rollout_logprobs)
-    distances = {**_misplaced(now, batch), **dict(_at_temperatures(run, batch, first[0]))}
+    (first,) = [*forests, FILLER][:1]  # processes with fewer micro-batches must forward as many
+    theirs = batch.rollout_logprobs
+    if over_processes(run.accelerator, [int(theirs[first.target_slot].isnan().any())], "max")[0]:
+        return None
+    now = policy_logprobs(run, batch, [first])
+    found = agreement((now - theirs)[first.target_slot].double(), run.accelerator)
+    before = found.get("rollout_logprobs_abs_diff_mean", 0.0)
+    if before <= SMALL_DIFFERENCE_NATS:
+        return None
+    distances = {**_misplaced(now, batch), **dict(_at_temperatures(run, batch, first))}
     cause = min(distances, key=lambda text: distances[text])
+    reduced = f"undoing this reduces the difference to {distances[cause]:.2g} nats"
     if distances[cause] <= EXPLAINED * before:
-        reduced = f"from {before:.2g} to {distances[cause]:.2g} nats in one micro-batch"
-        return f"{cause} (undoing this reduces the difference {reduced})"
+        cause = f"{cause} ({reduced})"
+    elif before <= LARGE_DIFFERENCE_NATS:
+        return None
+    else:
+        cause = (
+            "the weights differ from the sampler's (a different model, precision or update); neither"
+            " a different temperature nor a shift by one token explains the difference"
+        )
+    audit = ["rollouts", "audit", run.config.data.dataset, "--weights", run.config.model.path]
     return (
-        "the weights differ from the sampler's (a different model, precision or update); neither a"
-        " different temperature nor a shift by one token explains the difference"
+        f"{_differ(before)} in one micro-batch\nlikely cause: {cause}"
+        f"\nHint: `{shlex.join(audit)}` names the rows, and what is wrong with each"
+    )
+
+
+def _differ(nats: float) -> str:
+    return (
+        f"rollout_logprobs differ from the policy's log-probabilities by {nats:.2g} nats on average"
     )
 
 

@@ -82,9 +82,7 @@ class RunLog:
         for tracker in self.accelerator.trackers:
             tracker.finish()
 
-    def write(
-        self, metrics: dict[str, Any], cause: str | None = None, tokens: pa.Table | None = None
-    ) -> None:
+    def write(self, metrics: dict[str, Any], tokens: pa.Table | None = None) -> None:
         """Log the metrics of a mini-batch, and write its token records, if any."""
         if tokens is not None:
             write_token_records(Path(self.config.run.out), metrics["global_step"], tokens)
@@ -100,10 +98,14 @@ class RunLog:
                 "note: loss 0 is normal here: at probability ratio 1 the loss is minus the mean"
                 " advantage, which is 0, but its gradient is not 0 (grad_norm)"
             )
-        for name, text in warnings_about(metrics, self.config, cause).items():
-            if name not in self.warned:
-                self.warned.add(name)
-                warn(f"update {metrics['global_step']}: {text}")
+        for subject, text in warnings_about(metrics, self.config).items():
+            self.warn_once(subject, f"update {metrics['global_step']}: {text}")
+
+    def warn_once(self, subject: str, text: str) -> None:
+        """Log a warning unless the run has warned about its subject before."""
+        if subject not in self.warned:
+            self.warned.add(subject)
+            warn(text)
 
     def next_iteration(self) -> None:
         """Advance the progress bar of `rollouts rl` by one iteration."""

@@ -230,7 +230,20 @@ def test_convert_refuses_to_write_over_a_dataset(dataset: str, capsys: Capture) 
 def test_validate_of_a_good_dataset_exits_0(dataset: str, capsys: Capture) -> None:
     assert run(["validate", dataset]) == 0
     printed = capsys.readouterr()
-    assert (printed.out, printed.err) == ("", f"{dataset}: valid\n")
+    audit = f"next: rollouts audit {dataset} --weights MODEL\n"
+    assert (printed.out, printed.err) == ("", f"{dataset}: valid\n{audit}")
+
+
+@pytest.mark.parametrize("columns", [[], ["rollout_logprobs"]])
+def test_validate_suggests_no_audit_of_rows_without_log_probabilities(
+    columns: list[str], dataset: str, tmp_path: Path, capsys: Capture
+) -> None:
+    table = rollout_io.read(dataset).drop_columns("rollout_logprobs")
+    for name in columns:
+        table = table.append_column(name, pa.nulls(table.num_rows, pa.list_(pa.float32())))
+    pq.write_table(table, tmp_path / "ds.parquet")
+    assert run(["validate", str(tmp_path / "ds.parquet")]) == 0
+    assert "audit" not in capsys.readouterr().err
 
 
 @pytest.fixture

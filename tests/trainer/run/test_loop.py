@@ -303,6 +303,19 @@ def test_verb_reports_to_people(dataset: str, model: str, tmp_path: Path) -> Non
     assert json.loads(Path(out, "config.json").read_text())["batch"]["groups_per_batch"] == 2
 
 
+def test_the_verb_suggests_an_audit_of_rows_with_log_probabilities(
+    model: str, tmp_path: Path
+) -> None:
+    rows = group_rows(3, REWARDS)
+    for row in rows:
+        row["rollout_logprobs"] = [-3.0] * len(row["response_ids"])
+    dataset = write_dataset(tmp_path / "ds", rows)
+    args = [dataset, "--model", model, "--out", str(tmp_path / "run")]
+    done = CliRunner().invoke(train_verb, args, catch_exceptions=False)
+    audit = f"next: rollouts audit {dataset} --weights {model}"
+    assert done.stderr.splitlines()[-1] == audit
+
+
 @pytest.mark.parametrize(
     ("settings", "reported"),
     [

@@ -129,15 +129,29 @@ def test_correction_that_is_on_or_not_asked_for_is_not_noted(
 
 
 @pytest.mark.slow
-def test_log_probabilities_far_from_the_policys_are_warned_about_once_with_a_cause(
+def test_log_probabilities_far_from_the_policys_are_warned_about_before_the_first_update(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = group("a", (1.0, 0.0), rollout_logprobs=[-20.0] * 4)
     run(tmp_path, model, rows, num_epochs=3)
     printed = capsys.readouterr().err
     assert printed.count("warning: ") == 1
-    assert "warning: update 1: rollout_logprobs differ" in printed
-    assert "likely cause: the weights differ from the sampler's" in printed
+    warning = printed.index("warning: rollout_logprobs differ")
+    cause = printed.index("likely cause: the weights differ from the sampler's")
+    hint = printed.index(f"Hint: `rollouts audit {tmp_path}/ds --weights {model}`")
+    assert warning < cause < hint < printed.index("update 1 of 3")
+
+
+@pytest.mark.slow
+def test_log_probabilities_that_differ_only_later_are_warned_about_then(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [*group("a", (1.0, 0.0)), *group("b", (1.0, 0.0), rollout_logprobs=[-20.0] * 4)]
+    settings = {"groups_per_batch": 1, "groups_per_mini_batch": 1, "tis_ratio_type": None}
+    run(tmp_path, model, rows, **settings)
+    printed = capsys.readouterr().err
+    assert printed.count("warning: ") == 1
+    assert "warning: update 2: rollout_logprobs differ" in printed
 
 
 def test_log_probabilities_near_the_policys_are_not_warned_about() -> None:

@@ -1,0 +1,1 @@
+"""Keep the rollouts of other trainers: one module for each framework, imported inside its process."""
