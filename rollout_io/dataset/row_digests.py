@@ -17,6 +17,7 @@ from schemas.ragged import list_lengths, offsets_of
 
 Digests = npt.NDArray[np.uint64]
 _ZERO = np.uint64(0)
+_PIECE_BYTES = 1 << 19
 _FACTORS = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
 
 
@@ -30,10 +31,17 @@ def row_digest(columns: Iterable[str]) -> pl.Expr:
     Digests are the same on all machines and versions. Columns without a value do not change them.
     """
     return pl.struct(sorted(columns)).map_batches(
-        lambda rows: pl.Series(_digests(rows.to_arrow()).view(np.int64)),
+        lambda rows: pl.Series(_in_pieces(rows.to_arrow()).view(np.int64)),
         return_dtype=pl.Int64,
         is_elementwise=True,
     )
+
+
+def _in_pieces(rows: pa.StructArray) -> Digests:
+    """Hash a few rows at a time: an intermediate array has eight bytes a token, and there are ten."""
+    size = max(1, len(rows) * _PIECE_BYTES // max(rows.nbytes, 1))
+    pieces = [_digests(rows.slice(begin, size)) for begin in range(0, len(rows), size)]
+    return np.concatenate([np.empty(0, np.uint64), *pieces])
 
 
 def with_stored_digest(frame: pl.LazyFrame) -> pl.LazyFrame:
