@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -44,7 +45,7 @@ def _terminal_bench(record: Any) -> str | None:
     names = {"trial_name", "task_id", "is_resolved"}
     if not isinstance(record, Mapping) or not names <= record.keys():
         return None
-    resolved = {True: "true", False: "false"}.get(record["is_resolved"], "null")
+    resolved = json.dumps(record["is_resolved"])[:80]
     mode = " ".join(str(record.get("failure_mode") or "unset").split())[:80]
     trial = str(record["trial_name"])
     state = f"(is_resolved {resolved}, failure_mode {mode})"

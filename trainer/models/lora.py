@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from schemas.errors import ConfigError, InputError, count
 from schemas.extras import requires_extra
@@ -154,15 +154,27 @@ def save_model(model: PreTrainedModel, path: Path, state: Mapping[str, Tensor]) 
 
     The model in memory is left unchanged: adding adapters to its weights and subtracting them again
     would cause rounding errors. `state` contains all weights by name, including adapters.
+    `generation_config.json` is left to be copied from the original.
     """
     adapter = adapter_weights(state)
     if not adapter:
-        model.save_pretrained(path, state_dict=dict(state))
+        _save_whole(model, path, dict(state))
         return
     settings: Any = model.peft_config[NAME]
     scaling = settings.lora_alpha / settings.r
-    model.save_pretrained(path, state_dict=merged_weights(state, scaling))
+    _save_whole(model, path, merged_weights(state, scaling))
     save_adapter(model, path / "adapter", state)
+
+
+def _save_whole(model: PreTrainedModel, path: Path, weights: dict[str, Tensor]) -> None:
+    # Transformers below 5.23 refuses to write generation settings that published models have.
+    original, untyped = model.generation_config, cast("Any", GenerationConfig)
+    model.generation_config = untyped()
+    try:
+        model.save_pretrained(path, state_dict=weights)
+    finally:
+        model.generation_config = original
+    (path / "generation_config.json").unlink(missing_ok=True)
 
 
 def save_adapter(model: PreTrainedModel, path: Path, state: Mapping[str, Tensor]) -> None:

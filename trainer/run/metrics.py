@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -44,7 +43,6 @@ def generated_rows(rollouts: pl.LazyFrame, groups: Sequence[str]) -> pl.DataFram
     return chosen.select(used).collect()
 
 
-@lru_cache(maxsize=8)
 def generated_per(dataset: str) -> Literal["step", "trajectory"]:
     """Return what SkyRL's metrics of a dataset average over: steps only if it is step-wise.
 

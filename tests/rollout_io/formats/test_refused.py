@@ -40,6 +40,13 @@ def test_each_result_of_a_benchmark_is_refused(tmp_path):
         convert_with(ADAPTER, [path], tmp_path)
 
 
+@pytest.mark.parametrize("value", [[], {"a": 1}, "yes", 1.5])
+def test_a_result_with_a_damaged_verdict_is_refused_by_name(value, tmp_path):
+    path = save(tmp_path / "results.json", {"results": [RESULT | {"is_resolved": value}]})
+    _, (rejected,), _ = found_in(ADAPTER, path)
+    assert f"is_resolved {json.dumps(value)}" in rejected.error.got
+
+
 def test_other_results_are_not_recognised(tmp_path):
     harbor = {"trial_name": "t", "task_name": "t", "verifier_result": {}, "is_resolved": 1}
     assert not ADAPTER.recognizes(Start(save(tmp_path / "a.json", harbor)))
