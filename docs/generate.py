@@ -101,7 +101,7 @@ tools](other_tools.md) shows how to rebuild the prompts with only Polars or Duck
 {physical}
 
 `messages` is stored as text in both layouts. A re-tokenized context of an agent is one row, so its conversation is stored
-once, however many turns it has; `unmerge` and `merge` keep it. A row with exact ids has only the messages that the harness
+once, however many turns it has; `merge` keeps it. A row with exact ids has only the messages that the harness
 sent for that call, and `response_text` has the answer.
 
 ## Files

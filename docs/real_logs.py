@@ -14,9 +14,9 @@ from pathlib import Path
 import polars as pl
 
 import rollout_io
-from rollout_io import Choices
 from rollout_io.conversion.chunk import INCOMPLETE
 from rollout_io.conversion.opened_logs import AUTO
+from rollout_io.conversion.settings import Keywords
 from rollout_io.conversion.staging import rejected_path
 from rollout_io.formats.detect import load_formats, recognize
 from schemas.errors import RolloutError
@@ -49,11 +49,11 @@ def _row(path: Path, logs: Path, tokenizer: Path) -> str:
     is_text = found != "-" and load_formats().adapters[found].is_text
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "ds"
-        choices = Choices(
+        choices = Keywords(
             format=AUTO, on_error="skip", tokenizer=str(tokenizer) if is_text else None
         )
         try:
-            counts = rollout_io.convert([path], out, choices).summary
+            counts = rollout_io.convert([path], out, **choices).summary
             records, trajectories = counts.num_records, counts.num_trajectories
             rows, tokens = counts.num_rows, _sources(out)
         except RolloutError as error:

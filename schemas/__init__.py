@@ -31,3 +31,7 @@ __all__ = [
 ]
 
 __getattr__ = exports(__name__, __file__, __all__)
+
+
+def __dir__() -> list[str]:
+    return __all__

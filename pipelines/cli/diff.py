@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -23,7 +25,7 @@ _SHOWN = 5
 @click.command(
     short_help="Compare two datasets task by task.",
     epilog=example(
-        "rollouts diff runs/before runs/after\n  rollouts diff shop/ shop/ --reward-b strict"
+        "rollouts diff runs/before runs/after", "rollouts diff shop/ shop/ --reward-b strict"
     ),
 )
 @click.argument("a", metavar="A", type=click.Path())
@@ -76,6 +78,7 @@ def diff(
     from pipelines.statistics.parting import greedy_partings
     from rollout_io.dataset.reader import read_metadata
 
+    _refuse_runs(a, b)
     (first, lines_a), (second, lines_b) = (
         _attempts(path, reward, outcome) for path, reward in ((a, reward_a), (b, reward_b))
     )
@@ -101,6 +104,26 @@ def diff(
     passed = PASSED if returns.is_in([0.0, 1.0]).all() else "share with return > 0"
     emit("\n".join(_screen(a, b, found, partings, passed)))
     next_command("rollouts", "view", *dict.fromkeys((a, b)))
+
+
+def _refuse_runs(a: str, b: str) -> None:
+    """Refuse two runs of training: name the verbs that compare them, and their datasets."""
+    from pipelines.view.run_files import ITERATIONS, dataset_paths, is_run, samples
+
+    runs = [Path(path) for path in (a, b) if "://" not in path]
+    if len(runs) < 2 or not all(map(is_run, runs)):
+        return
+    found = [f"{run}/{ITERATIONS}/*/" if samples(run) else dataset_paths(run)[:1] for run in runs]
+    datasets = [path if isinstance(path, str) else path[0] for path in found if path]
+    hint = (
+        f"compare their metrics with `{shlex.join(['rollouts', 'plot', a, b])}`, and their samples "
+    )
+    hint += f"with `{shlex.join(['rollouts', 'view', a, b])}`"
+    if len(set(datasets)) == len(runs):
+        hint += f", or their datasets: {shlex.join(['rollouts', 'diff', *datasets])}"
+    raise InputError(
+        "dataset_exists", f"{a} and {b}", "these are training runs, not datasets", "", hint
+    )
 
 
 def _attempts(

@@ -20,6 +20,7 @@ from rollout_io.dataset.opening import open_input, refuse_irregular
 from rollout_io.formats.base import Adapter
 from rollout_io.formats.contents import Coverage
 from rollout_io.formats.damage import damage_in
+from rollout_io.formats.own_logs import look
 from rollout_io.formats.parsing.jsonl import read_document, refuse_lfs_pointer
 from rollout_io.formats.refused import REFUSED
 from rollout_io.formats.start import Start
@@ -194,7 +195,16 @@ def explanation(name: str, path: Path, formats: Mapping[str, Adapter]) -> InputE
         damage = damage_in(name, path, formats_of) if path.is_file() else None
     except (OSError, RolloutError):
         damage = None
-    return explained(name, path) or _nearest(name, path, formats) or damage
+    return explained(name, path) or _mappable(name, path) or _nearest(name, path, formats) or damage
+
+
+def _mappable(name: str, path: Path) -> InputError | None:
+    """Return the error for a file with bodies of model calls, which `--map` can read."""
+    seen = look(Start(path))
+    if seen is None:
+        return None
+    got, hint = f"the format is not recognized; it looks like {seen[0]}", f"pass --map {seen[1]}"
+    return InputError(RULE, name, got, hint=hint)
 
 
 def _nearest(name: str, path: Path, formats: Mapping[str, Adapter]) -> InputError | None:

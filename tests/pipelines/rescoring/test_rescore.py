@@ -358,7 +358,8 @@ def test_an_environment_is_not_given_merged_rows_as_single_responses(shop_datase
     found = rescore(str(tmp_path / "ds"), "checks", scorer)
     assert found.num_errors > 0
     assert any(
-        "run `rollouts unmerge` first" in reason or "merged" in reason for reason in found.errors
+        "run `rollouts merge --undo` first" in reason or "merged" in reason
+        for reason in found.errors
     )
 
 
