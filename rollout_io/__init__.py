@@ -60,8 +60,4 @@ __all__ = [
     "write_generator_output",
 ]
 
-__getattr__ = exports(__name__, __file__, __all__)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = exports(__name__, __file__, __all__)

@@ -106,24 +106,20 @@ def diff(
     next_command("rollouts", "view", *dict.fromkeys((a, b)))
 
 
-def _refuse_runs(a: str, b: str) -> None:
-    """Refuse two runs of training: name the verbs that compare them, and their datasets."""
-    from pipelines.view.run_files import ITERATIONS, dataset_paths, is_run, samples
+def _refuse_runs(*paths: str) -> None:
+    """Refuse two runs of training, and name the verbs that compare them."""
+    from pipelines.view.run_files import is_run
 
-    runs = [Path(path) for path in (a, b) if "://" not in path]
-    if len(runs) < 2 or not all(map(is_run, runs)):
-        return
-    found = [f"{run}/{ITERATIONS}/*/" if samples(run) else dataset_paths(run)[:1] for run in runs]
-    datasets = [path if isinstance(path, str) else path[0] for path in found if path]
-    hint = (
-        f"compare their metrics with `{shlex.join(['rollouts', 'plot', a, b])}`, and their samples "
-    )
-    hint += f"with `{shlex.join(['rollouts', 'view', a, b])}`"
-    if len(set(datasets)) == len(runs):
-        hint += f", or their datasets: {shlex.join(['rollouts', 'diff', *datasets])}"
-    raise InputError(
-        "dataset_exists", f"{a} and {b}", "these are training runs, not datasets", "", hint
-    )
+    if all("://" not in path and is_run(Path(path)) for path in paths):
+        named = shlex.join(paths)
+        hint = (
+            f"compare their metrics with `rollouts plot {named}`, and their samples with `rollouts "
+        )
+        hint += (
+            f"view {named}`; `rollouts diff` takes the datasets of runs, such as RUN/rollouts/*/"
+        )
+        got = "these are training runs, not datasets"
+        raise InputError("dataset_exists", " and ".join(paths), got, "", hint)
 
 
 def _attempts(

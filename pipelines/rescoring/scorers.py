@@ -68,7 +68,7 @@ class Scorer:
             ):
                 got, hint = (
                     "its rows are merged from several steps",
-                    "run `rollouts merge --undo` first",
+                    "undo it: `rollouts merge --undo`",
                 )
                 raise InputError(RULE, attempt.trajectory_id, got, "one row per step", hint)
             task = tasks[attempt.instance_id]

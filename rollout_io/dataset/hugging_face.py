@@ -67,14 +67,13 @@ def from_hf(dataset: Any) -> pl.LazyFrame:
         >>> from_hf(to_hf("rollouts/")).collect().equals(scan("rollouts/").collect())
         True
     """
-    features = getattr(dataset, "features", None)
-    if features is None or not hasattr(features, "arrow_schema"):
-        is_dict = isinstance(dataset, dict)
-        got = f"the splits {', '.join(dataset)}" if is_dict else "a dataset without known columns"
+    features: Any = getattr(dataset, "features", None)
+    if not hasattr(features, "arrow_schema"):
+        got = (
+            f"the splits {', '.join(dataset)}" if isinstance(dataset, dict) else "no known columns"
+        )
         hint = (
-            "choose one, such as dataset['train']"
-            if is_dict
-            else "cast it to its features: dataset.cast(features)"
+            "choose a split, such as dataset['train'], and give a stream its features with `cast`"
         )
         raise InputError("hf_dataset", "dataset", got, "a Dataset or IterableDataset", hint)
 

@@ -47,7 +47,7 @@ from rollout_io.formats.parsing.bodies import NO_JSON, Answer, Int32, Request, R
 from rollout_io.formats.parsing.completions import read_choices, whole_response
 from rollout_io.formats.parsing.jsonl import decode_line, refuse_not_utf8
 from rollout_io.formats.parsing.lines import lines_of, named_in, read_record, without_copies
-from rollout_io.formats.parsing.model_calls import Call, conversations_of
+from rollout_io.formats.parsing.model_calls import EMPTY, Call, conversations_of
 from rollout_io.formats.parsing.naming import (
     TASK_LABELS,
     is_name,
@@ -68,9 +68,7 @@ Key = tuple[str, int]
 NO_IDS = "no_token_ids"
 _WITHOUT_IDS = frozenset({NO_IDS, "other_api", "nonempty_response"})
 _NO_METRICS = frozenset({"reward", "time", "final", "policy_version"})
-LEFT_OUT = (
-    "rewards and policy versions of calls before the last one, which text does not have: left out"
-)
+LEFT_OUT = "runs of text with rewards or policy versions of calls before the last: left out"
 _SESSION_FIRST = re.compile(rb'\s*\{\s*"session"\s*:\s*"([^"\\\x00-\x1f]+)"')
 
 
@@ -175,10 +173,8 @@ def read_session(run: Run, options: Options) -> Trajectory:
     _order(f"session {session}", entries)
     steps = _steps(entries, run, options)
     labels = _labels(entries[0])
-    fields = _FIELDS_DECODER.decode(entries[0].content)
-    note_unread_labels(
-        labels | unread_labels(fields), run.instance_id, "name the sessions TASK/REPETITION"
-    )
+    unread = unread_labels(_FIELDS_DECODER.decode(entries[0].content))
+    note_unread_labels(labels | unread, run.instance_id, "name the sessions TASK/REPETITION")
     last = entries[-1]
     fields = _FIELDS_DECODER.decode(last.content)
     skipped = _NO_METRICS - {options.reward}
@@ -191,11 +187,8 @@ def _steps(entries: Sequence[_Entry], run: Run, options: Options) -> Sequence[Lo
     try:
         return [step for entry in entries for step in _exact(entry, run, options)]
     except RolloutError as error:
-        if error.rule not in _WITHOUT_IDS or any(
-            mapped.HAS_IDS.search(entry.content) for entry in entries
-        ):
-            raise
-        texts = _texts(entries)
+        has_ids = any(mapped.HAS_IDS.search(entry.content) for entry in entries)
+        texts = () if has_ids or error.rule not in _WITHOUT_IDS else _texts(entries)
         if not texts:
             raise
         got = "the call has no token ids" if error.expected else error.got
@@ -208,13 +201,8 @@ def _steps(entries: Sequence[_Entry], run: Run, options: Options) -> Sequence[Lo
 
 def _exact(entry: _Entry, run: Run, options: Options) -> list[Step]:
     call = entry.call
-    steps = read_choices(
-        call.response,
-        call.request,
-        entry.place.where,
-        failed=run.failed,
-        logprobs_mode=options.logprobs_mode,
-    )
+    where, mode = entry.place.where, options.logprobs_mode
+    steps = read_choices(call.response, call.request, where, failed=run.failed, logprobs_mode=mode)
     for step in steps:
         step.agent = call.agent
         if step.policy_versions is None:
@@ -236,40 +224,29 @@ def _texts(entries: Sequence[_Entry]) -> Sequence[Conversation | Completion]:
             bodies.response = msgspec.json.decode(msgspec.json.encode(joined))
         prompt = prompt_of(bodies.request, f"{where}, request")
         answers = answers_of(bodies.response, f"{where}, response")
-        if prompt is None or not answers:
-            continue
-        facts: dict[str, Any] = {
-            "agent": entry.call.agent,
-            "stop_reason": _stop_reason(bodies.response),
-        }
-        facts |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
+        if prompt is None:
+            return []
+        note(EMPTY, not answers)
+        facts: dict[str, Any] = {"agent": entry.call.agent, "temperature": sampling.temperature}
+        facts |= {"top_p": sampling.top_p, "stop_reason": _stop_reason(bodies.response)}
         for answer in answers:
             if prompt.is_plain and isinstance(bodies.request.get("prompt"), str):
-                text = prompt.messages[0]["content"]
-                completions.append(
-                    Completion(source=where, prompt=text, response=answer["content"], **facts)
-                )
+                texts = {"prompt": prompt.messages[0]["content"], "response": answer["content"]}
+                completions.append(Completion(source=where, **texts, **facts))
             else:
-                calls.append(
-                    Call(
-                        where=where,
-                        prompt=prompt.messages,
-                        reply=answer,
-                        tools=prompt.tools,
-                        **facts,
-                    )
-                )
-    before = [entry.call for entry in entries[:-1]]
-    note(
-        LEFT_OUT, sum(call.reward is not None or call.policy_version is not None for call in before)
-    )
+                facts |= {"prompt": prompt.messages, "tools": prompt.tools}
+                calls.append(Call(where=where, reply=answer, **facts))
+    kept = {(entry.call.reward, entry.call.policy_version) for entry in entries[:-1]}
+    note(LEFT_OUT, not kept <= {(None, None)})
     return [*completions, *(conversations_of(calls) if calls else ())]
 
 
 def _stop_reason(response: Mapping[str, Any]) -> str | None:
-    choices = response.get("choices") or [{}]
-    found = choices[0].get("finish_reason") or response.get("stop_reason") or response.get("status")
-    return found if isinstance(found, str) else None
+    first = (response.get("choices") or [response])[0]
+    found: str | None = (
+        first.get("finish_reason") or first.get("stop_reason") or first.get("status")
+    )
+    return found
 
 
 def _labels(entry: _Entry) -> dict[str, str]:

@@ -43,16 +43,6 @@ with requires_extra("hf", "export --format hf"):
 
 DATA_FILES = "data/*.parquet"
 
-SIZES = {
-    10**3: "n<1K",
-    10**4: "1K<n<10K",
-    10**5: "10K<n<100K",
-    10**6: "100K<n<1M",
-    10**7: "1M<n<10M",
-    10**8: "10M<n<100M",
-    10**9: "100M<n<1B",
-}
-
 ROW = """\
 A row is one sequence: the token ids of one call of a language model (its prompt and the response
 sampled for it), or of several calls merged into one. The rows of one trajectory (one run of one
@@ -125,8 +115,7 @@ def _front(schema: pa.Schema, num_rows: int, num_bytes: int) -> str:
     split = {"name": "train", "num_bytes": num_bytes, "num_examples": num_rows}
     features = Features.from_arrow_schema(schema.remove_metadata())
     info = DatasetInfo(features=features, splits=[split], dataset_size=num_bytes)
-    size = next((name for limit, name in SIZES.items() if num_rows < limit), "1B<n<10B")
-    data = DatasetCardData(size_categories=[size], tags=["reinforcement-learning", "rollouts"])
+    data = DatasetCardData(tags=["reinforcement-learning", "rollouts"])
     DatasetInfosDict(default=info).to_dataset_card_data(data)
     files = {"data_files": [{"split": "train", "path": DATA_FILES}]}
     MetadataConfigs(default=files).to_dataset_card_data(data)

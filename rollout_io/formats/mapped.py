@@ -18,7 +18,6 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -61,12 +60,9 @@ _TRUTHS = {b"true": msgspec.Raw(b"1"), b"false": msgspec.Raw(b"0")}
 HAS_IDS = re.compile(rb'(?:token|output)_ids\\*"\s*:\s*\[')
 _STREAM = re.compile(r"\s*(?:data|event|id|retry)?:")
 
-_ELEMENT = "element"
-"""Part of the place of an element of the list that a document consists of."""
-_NAMES = frozenset({"session", "attempt", "record"})
-
 T = TypeVar("T")
 Values = dict[str, msgspec.Raw]
+Paths = Mapping[str, str]
 
 
 class Logged(NamedTuple):
@@ -83,7 +79,7 @@ class Logged(NamedTuple):
     content: bytes
 
 
-def check_paths(paths: Mapping[str, str]) -> None:
+def check_paths(paths: Paths) -> None:
     """Check the fields and the paths of a mapping.
 
     Raises:
@@ -91,13 +87,10 @@ def check_paths(paths: Mapping[str, str]) -> None:
     """
     for name in paths:
         if name not in FIELDS:
-            near = difflib.get_close_matches(name, FIELDS, 1)
-            hint = f"did you mean {near[0]}?" if near else None
             expected = f"one of {', '.join(FIELDS)}"
-            raise ConfigError("choices", "--map", f"the field {name!r}", expected, hint)
+            raise ConfigError("choices", "--map", f"the field {name!r}", expected)
     if "response" not in paths:
-        hint = "add response=PATH"
-        raise ConfigError("choices", "--map", "there is no path of the response", "", hint)
+        raise ConfigError("choices", "--map", "no path of the response", "response=PATH")
     deepest = max((path.rpartition(_EVERY)[0] for path in paths.values()), key=len)
     for path in paths.values():
         if _EVERY in path and not f"{deepest}{_EVERY}".startswith(path.rpartition(_EVERY)[0]):
@@ -113,7 +106,7 @@ def _segments(path: str) -> Iterator[str]:
         yield from [_EVERY] if key.endswith(_EVERY) else []
 
 
-def find(inputs: Sequence[Input], progress: Progress, paths: Mapping[str, str]) -> Iterator[Found]:
+def find(inputs: Sequence[Input], progress: Progress, paths: Paths) -> Iterator[Found]:
     """Yield the runs of a mapped log, in natural order of instances, then by attempt.
 
     Raises:
@@ -123,22 +116,20 @@ def find(inputs: Sequence[Input], progress: Progress, paths: Mapping[str, str]) 
     first: list[Record] = []
 
     def parts() -> Iterator[Found]:
-        for log in inputs:
-            for record in _records(log, progress, paths):
-                if isinstance(record, Rejected):
-                    yield record
-                    continue
-                first[:] = first or [record]
-                models.see(record.content)
-                for item in _runs(record, paths, missing):
-                    if isinstance(item, Run) and HAS_IDS.search(record.content):
-                        exact.add(item.instance_id)
-                    yield item
+        for record in _records(inputs, progress, _list_of(paths)):
+            if isinstance(record, Rejected):
+                yield record
+                continue
+            first[:] = first or [record]
+            models.see(record.content)
+            for item in _runs(record, paths, missing):
+                if isinstance(item, Run) and HAS_IDS.search(record.content):
+                    exact.add(item.instance_id)
+                yield item
 
     found = [*gathered(parts())]
     if missing and first:
-        name = next(name for name in paths if name in missing)
-        raise _absent(first[0], name, paths[name], "no record has")
+        raise _absent(first[0], min(missing, key=[*paths].index), paths, "no record has")
     yield from models.about()
     runs = [item for item in found if isinstance(item, Run)]
     yield About(HAS_TEXT, any(run.instance_id not in exact for run in runs))
@@ -151,56 +142,46 @@ def find(inputs: Sequence[Input], progress: Progress, paths: Mapping[str, str]) 
     yield from sorted(runs, key=lambda run: (natural_key(run.instance_id), run.repetition_id or 0))
 
 
-def _name(labels: Mapping[str, str], *, counted: bool) -> tuple[str, int | None]:
+def _name(labels: Paths, *, counted: bool) -> tuple[str, int | None]:
     session = labels.get("session", labels.get("prompt", ""))
     if "attempt" in labels:
         return session, int(labels["attempt"]) if counted else None
     return full_name(session) or (session, None)
 
 
-def _records(
-    log: Input, progress: Progress, paths: Mapping[str, str]
-) -> Iterator[Record | Rejected]:
-    """Yield the records of a file; those of a document may be the elements of a list in it."""
-    for record in records_of(log, progress):
+def _records(inputs: Sequence[Input], progress: Progress, key: str) -> Iterator[Record | Rejected]:
+    for record in (each for log in inputs for each in records_of(log, progress)):
         try:
             refuse_lfs_pointer(record.content, record.place.where)
-            is_document = record.place.part == WHOLE
-            if not is_document:
+            if record.place.part != WHOLE:
                 refuse_not_utf8(record.content, record.place.where)
             with contained(record.place.where):
-                key = _list_of(paths) if is_document else ""
-                for element in elements_of(record, key):
-                    is_element = key and element.place != record.place
-                    part = _ELEMENT if is_element else element.place.part
-                    yield element._replace(place=msgspec.structs.replace(element.place, part=part))
+                yield from elements_of(record, key)
         except RolloutError as error:
             yield Rejected(record.place, error)
 
 
-def _list_of(paths: Mapping[str, str]) -> str:
-    """Return the key of the list that has all that is mapped; "" if there is none."""
+def _list_of(paths: Paths) -> str:
+    """Return the key of the list whose elements are records: sessions are named in it, with all else."""
     heads = {path.partition(_EVERY)[0] if _EVERY in path else "." for path in paths.values()}
-    head = heads.pop() if len(heads) == 1 else "."
+    head = heads.pop() if len(heads) == 1 and "session" in paths else "."
     return "" if "." in head else head
 
 
-def _runs(record: Record, paths: Mapping[str, str], missing: set[str]) -> Iterator[Found]:
-    place = record.place
+def _runs(record: Record, paths: Paths, missing: set[str]) -> Iterator[Found]:
+    names = [name for name in ("session", "attempt") if name in paths]
     try:
-        with contained(place.where):
+        with contained(record.place.where):
             labels = [logged.labels for logged in _calls(record, paths, missing)]
     except RolloutError as error:
-        named = [_named(record.content, paths[n]) for n in ("session", "attempt") if n in paths]
-        if not named or None in named:
-            yield Rejected(place, error)
+        named = {name: _named(record.content, paths[name]) for name in names}
+        if not names or None in named.values():
+            yield Rejected(record.place, error)
             return
-        # The run is rejected with all its records where this one is read again.
-        names = (n for n in ("session", "attempt") if n in paths)
-        labels = [dict(zip(names, map(str, named), strict=True))]
+        labels = [{name: str(value) for name, value in named.items()}]  # reading it rejects the run
     for each in {tuple(each.values()): each for each in labels}.values():
         name = "\0".join(each.values())
-        yield Run(instance_id=name, repetition_id=0, places=[place], labels=each)
+        yield Run(instance_id=name, repetition_id=0, places=[record.place], labels=each)
 
 
 def _named(content: bytes, path: str) -> str | None:
@@ -213,70 +194,56 @@ def _named(content: bytes, path: str) -> str | None:
         return None
 
 
-def calls_of(run: Run, paths: Mapping[str, str]) -> Iterator[Logged]:
+def calls_of(run: Run, paths: Paths) -> Iterator[Logged]:
     """Yield the calls of a run; what is not mapped is counted as unread."""
-    contents = _contents(tuple(paths.values()))
+    named = {n: v for n, v in run.labels.items() if n in {"session", "attempt", "record"}}
+    head = _list_of(paths)
+    names = [
+        path.replace(_EVERY, "").strip(".").removeprefix(f"{head}.") for path in paths.values()
+    ]
+    contents = Contents(reads={"": " ".join(names)})
     for place in run.places:
         record = Record(place, content_of(place))
         account(contents, record.content)
-        for logged in _calls(record, paths):
-            if all(
-                run.labels[name] == logged.labels[name] for name in _NAMES & logged.labels.keys()
-            ):
-                yield logged
+        yield from (each for each in _calls(record, paths) if named.items() <= each.labels.items())
 
 
-@lru_cache
-def _contents(paths: tuple[str, ...]) -> Contents:
-    names = [path.replace(_EVERY, "").strip(".") for path in paths]
-    head = _list_of(dict(zip(paths, paths, strict=True)))
-    names += [name.removeprefix(f"{head}.") for name in names if head]
-    return Contents(reads={"": " ".join(names)})
-
-
-def _calls(
-    record: Record, paths: Mapping[str, str], missing: set[str] | None = None
-) -> Iterator[Logged]:
+def _calls(record: Record, paths: Paths, missing: set[str] | None = None) -> Iterator[Logged]:
     """Yield the calls of a record, and remove the fields that it has from `missing`.
 
     Raises:
         InputError: `mapped_keys`: a path leads to nothing; any error of `decode_line`.
     """
-    place = record.place
+    place, key = record.place, _list_of(paths)
     decode = decode_document if place.part == WHOLE else decode_line
     fields = decode(_OBJECT, record.content, place.where)
-    parsed = {name: (*_segments(path),) for name, path in paths.items()}
-    if place.part == _ELEMENT:
-        parsed = {name: path[path.index(_EVERY) + 1 :] for name, path in parsed.items()}
+    parsed = {name: (*_segments(path),)[2 if key else 0 :] for name, path in paths.items()}
     found = [*_expanded(msgspec.Raw(record.content), parsed, {})]
     if not found:
         raise InputError("no_calls", place.where, f"the list on `{paths['response']}` is empty")
     for _, values in found:
         (missing or set()).difference_update(values)
+    extra = {name: raw for name, raw in fields.items() if _is_extra(name, raw, paths)}
     for suffix, values in found:
         where = f"{place.where}, {suffix}" if suffix else place.where
-        for name in paths:
-            if name in _NEEDED and name not in values:
-                raise _absent(record, name, paths[name], "the record does not have")
-        names = {
-            name: label(values[name], where) for name in ("session", "attempt") if name in paths
-        }
-        for name, text in names.items():
-            if not text:
+        for name in _NEEDED & paths.keys() - values.keys():
+            raise _absent(record, name, paths, "the record does not have")
+        labels = dict[str, str]()
+        for name in [name for name in ("session", "attempt") if name in paths]:
+            if not (text := label(values[name], where)):
                 got = f"`{paths[name]}` is {cleaned(bytes(values[name]).decode())[:_MOST_CHARS]}"
                 raise InputError(RULE, where, got, "a name or a whole number")
-        labels = {name: str(text) for name, text in names.items()}
+            labels[name] = text
         request = _request(values.get("request", msgspec.Raw(b"{}")))
         if "session" not in paths:
             prompt = prompt_of(value_of(msgspec.json.decode(request)), where)
             labels["record"] = f"{place.where}{suffix.rpartition('[')[0]}"
             labels["prompt"] = prompt_key(prompt.messages if prompt else place.where)
-        extra = {name: raw for name, raw in fields.items() if _is_extra(name, raw, paths)}
         line = extra | values | {"request": request, "response": _response(values["response"])}
         line.pop("attempt", None)
         line["session"] = msgspec.Raw(msgspec.json.encode(labels.get("session", "")))
-        if (truth := _TRUTHS.get(bytes(line.get("reward", NO_JSON)))) is not None:
-            line["reward"] = truth
+        reward = line.get("reward", NO_JSON)
+        line["reward"] = _TRUTHS.get(bytes(reward), reward)
         yield Logged(where, labels, msgspec.json.encode(line))
 
 
@@ -347,19 +314,18 @@ def _response(logged: msgspec.Raw) -> msgspec.Raw:
     return msgspec.Raw(message % bytes(content))
 
 
-def _is_extra(name: str, raw: msgspec.Raw, paths: Mapping[str, str]) -> bool:
+def _is_extra(name: str, raw: msgspec.Raw, paths: Paths) -> bool:
     """True for a label or a number beside what is mapped, which a line of `calls` may have too."""
     if name in paths.values() or bytes(raw)[:1] in {b"{", b"[", b"n"}:
         return False
     return name not in FIELDS or (name == "reward" and not bytes(raw).startswith(b'"'))
 
 
-def _absent(record: Record, field: str, path: str, subject: str) -> InputError:
-    keys = paths_of(msgspec.json.decode(record.content))
+def _absent(record: Record, field: str, paths: Paths, subject: str) -> InputError:
+    head = f"{key}{_EVERY}." if (key := _list_of(paths)) else ""
+    keys = [head + path for path in paths_of(msgspec.json.decode(record.content))]
     listed = ", ".join(keys[:_MOST_KEYS]) + (", ..." if keys[_MOST_KEYS:] else "")
-    near = difflib.get_close_matches(path, keys, 1)
-    hint = (
-        f"did you mean {field}={near[0]}?" if near else f"pass --map {field}=PATH with one of these"
-    )
-    got = f"{subject} `{path}`, only {cleaned(listed)}"
+    near = difflib.get_close_matches(paths[field], keys, 1)
+    hint = f"did you mean {field}={near[0]}?" if near else f"pass {field}=PATH with one of them"
+    got = f"{subject} `{paths[field]}`, only {cleaned(listed)}"
     return InputError(RULE, record.place.where, got, f"a path of the {field}", hint)

@@ -11,29 +11,40 @@ from rollout_io.formats.dialects.bodies import value_of
 from rollout_io.formats.start import Start
 
 _REWARDS = frozenset(
-    {
-        *("reward", "score", "return", "outcome", "finalreward", "totalreward", "finalscore"),
-        *("grade", "success", "passed", "correct", "iscorrect", "solved", "resolved"),
-    }
+    [
+        "reward",
+        "score",
+        "return",
+        "outcome",
+        "finalreward",
+        "totalreward",
+        "finalscore",
+        "grade",
+        "success",
+        "passed",
+        "correct",
+        "iscorrect",
+        "solved",
+        "resolved",
+    ]
 )
-_SESSIONS = frozenset(
-    name + end
-    for name in ("session", "conversation", "trajectory", "episode", "rollout", "run", "trace")
-    for end in ("", "id", "name")
-)
-_TASKS = frozenset(
-    name + end
-    for name in ("task", "problem", "question", "instance", "example")
-    for end in ("", "id")
-)
-_ATTEMPTS = frozenset(
-    name + end
-    for name in ("attempt", "try", "trial", "repetition", "sample")
-    for end in ("", "id", "index")
+_SESSIONS, _TASKS, _ATTEMPTS = (
+    frozenset(name + end for name in names.split() for end in ("", "id", "name", "index"))
+    for names in (
+        "session conversation trajectory episode rollout run trace",
+        "task problem question instance example",
+        "attempt try trial repetition sample",
+    )
 )
 _MOST_DEPTH, _MOST_KEYS = 4, 64
 _UNMAPPABLE = re.compile(r"[.,=\[\]]")
 _HAS_IDS = re.compile(r"token_ids\W+\d")
+_RESPONSES: tuple[tuple[str, Collection[str], str], ...] = (
+    ("choices", {"message", "delta", "text", "token_ids"}, "OpenAI completions"),
+    ("output", {"type"}, "responses of OpenAI's Responses API"),
+    ("content", {"type"}, "responses of Anthropic's Messages API"),
+    ("candidates", {"content"}, "responses of Gemini's API"),
+)
 _MESSAGES: dict[str, Any] = {
     "messages": list,
     "input": (list, str),
@@ -44,29 +55,18 @@ _OF_REQUEST = frozenset({"model", "temperature", "max_tokens", "tools", "stream"
 
 
 def response_kind(value: Any) -> str | None:
-    """Return the API of a response; None if a value is none.
+    """Return what a value is, if it is the response of an API.
 
     Example:
         >>> response_kind({"choices": [{"message": {"content": "4"}}]})
-        'OpenAI chat completions'
+        'OpenAI completions'
     """
     value = value_of(value)
     if isinstance(value, list) and value and isinstance(value[0], Mapping):
         value = value[0] if "choices" in value[0] else None  # streamed chunks
-    if not isinstance(value, Mapping):
+    if not isinstance(value, Mapping) or value.get("role", "assistant") != "assistant":
         return None
-    choices, output, content = (value.get(name) for name in ("choices", "output", "content"))
-    if _is_list_with(choices, {"message", "delta"}):
-        return "OpenAI chat completions"
-    if _is_list_with(choices, {"text", "token_ids"}):
-        return "OpenAI text completions"
-    if value.get("object") == "response" or _is_list_with(output, {"type"}):
-        return "responses of OpenAI's Responses API"
-    if value.get("role") == "assistant" and _is_list_with(content, {"type"}):
-        return "responses of Anthropic's Messages API"
-    return (
-        "responses of Gemini's API" if _is_list_with(value.get("candidates"), {"content"}) else None
-    )
+    return next((k for key, names, k in _RESPONSES if _is_list_with(value.get(key), names)), None)
 
 
 def is_request(value: Any) -> bool:
@@ -91,7 +91,7 @@ def look(start: Start) -> tuple[str, str] | None:
         A record {"req": {"messages": [...]}, "resp": {"choices": [...]}, "score": 1.0}:
 
         >>> look(start)
-        ('OpenAI chat completions under `resp`', 'request=req,response=resp,reward=score')
+        ('OpenAI completions under `resp`', 'request=req,response=resp,reward=score')
     """
     for value in start.values:
         values = dict(_values(value[0] if isinstance(value, list) and value else value))

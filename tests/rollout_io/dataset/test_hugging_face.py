@@ -63,4 +63,4 @@ def test_several_splits_are_refused_with_their_names(shop_dataset: Path) -> None
     splits = datasets.DatasetDict(train=to_hf(shop_dataset), test=to_hf(shop_dataset))
     with pytest.raises(InputError, match=r"the splits train, test") as caught:
         from_hf(splits)
-    assert caught.value.hint == "choose one, such as dataset['train']"
+    assert "dataset['train']" in (caught.value.hint or "")

@@ -221,7 +221,7 @@ def test_a_path_that_no_record_has_is_refused_with_the_paths_that_exist(
     ("names", "got"),
     [
         ({"respons": "a", "response": "b"}, "the field 'respons'"),
-        ({"request": "a"}, "there is no path of the response"),
+        ({"request": "a"}, "no path of the response"),
         ({"request": "a[*].q", "response": "b[*].r"}, "is in another list"),
     ],
 )
@@ -285,7 +285,7 @@ def test_another_reward_is_named_and_chosen_with_reward(
 
 UNKNOWN: list[tuple[Any, str]] = [
     (own("p", 0, exact(4), score=1), "with token ids under `call.resp`"),
-    ({"req": CHAT, "resp": said("4")}, "OpenAI chat completions under `resp`"),
+    ({"req": CHAT, "resp": said("4")}, "OpenAI completions under `resp`"),
     ({"uid": 1, "log": [{"q": ANTHROPIC, "a": DONE}]}, "Anthropic's Messages API under `log[*].a`"),
     (
         {"in": {"model": "m", "input": "2+2?"}, "out": {"object": "response", "output": ITEMS}},
