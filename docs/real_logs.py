@@ -1,4 +1,4 @@
-"""Convert public logs for the second generated table of docs/formats.md.
+"""Convert public logs for the generated table of docs/formats/real_logs.md.
 
 `python docs/real_logs.py LOGS` writes the table; tests/rollout_io/formats/test_real_logs.py checks it. Text is
 re-tokenized with Qwen3's tokenizer and official chat template, from installed packages.
@@ -21,7 +21,7 @@ from rollout_io.conversion.staging import rejected_path
 from rollout_io.formats.detect import load_formats, recognize
 from schemas.errors import RolloutError
 
-PAGE = Path(__file__).parent / "formats.md"
+PAGE = Path(__file__).parent / "formats" / "real_logs.md"
 BEGIN, END = "<!-- begin generated: real logs -->\n", "<!-- end generated: real logs -->\n"
 HEAD = "| file | format | records | trajectories | rows | tokens | not used, and why |"
 BESIDE = {"harness_logs_2026": "2026/", "agent_traces": "agent_traces/"}

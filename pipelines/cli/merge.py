@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @click.command(
-    short_help="Join steps that extend each other into one row, or split them again.",
+    short_help="Join steps that extend each other into one row, or undo it.",
     epilog=example(
         "rollouts merge shop/ --out merged/", "rollouts merge --undo merged/ --out steps/"
     ),

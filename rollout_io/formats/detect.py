@@ -224,7 +224,7 @@ def _nearest(name: str, path: Path, formats: Mapping[str, Adapter]) -> InputErro
     got += f" but {missing_key!r}"
     near = difflib.get_close_matches(missing_key, keys, 1)
     hint = f"did you mean {missing_key!r}, not {near[0]!r}?" if near else f"add {missing_key!r}"
-    hint += f" See docs/formats.md#{nearest}" if near else f": see docs/formats.md#{nearest}"
+    hint += f" See docs/formats/{nearest}.md" if near else f": see docs/formats/{nearest}.md"
     return InputError(RULE, name, got, "", hint)
 
 

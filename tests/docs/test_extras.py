@@ -104,7 +104,7 @@ def test_verbs_of_the_first_row_need_no_extra(tmp_path):
         ["diff", "ds", "few"],
         ["rescore", "ds", "--reward", "builtins:id", "--name", "id"],
         *([verb, "ds"] for verb in ("validate", "inspect", "stats", "drift")),
-        *(["export", "ds", "--format", one, "-o", one] for one in ("skyrl", "trl", "verl", "hf")),
+        *(["export", "ds", "--format", one, "-o", one] for one in ("skyrl", "trl", "verl")),
         ["formats"],
         ["formats", "--templates"],
     ]

@@ -1,6 +1,6 @@
 """Logs: what an engine sampled is what a row has, and nothing is dropped unsaid.
 
-The page: docs/formats.md.
+The page: docs/formats/common.md.
 """
 
 import json

@@ -30,7 +30,7 @@ DATASET_VERBS = {
     "drift": [],
     **{
         f"export {name}": ["--format", name, "--out", "OUT"]
-        for name in ("skyrl", "trl", "verl", "hf", "parquet", "sft", "sft_tokens", "dpo", "kto")
+        for name in ("skyrl", "trl", "verl", "parquet", "sft", "sft_tokens", "dpo", "kto")
     },
 }
 

@@ -83,10 +83,15 @@ COMMANDS = [
     ("convert LOG -o new --rewards nowhere", 1, "input_file", ["nowhere", "check the path"]),
     ("formats nowhere", 1, "input_file", ["nowhere", "check the path"]),
     ("stats DS --model empty", 1, "input_file", ["empty/config.json", "--params"]),
-    # formats, templates, tokenizers
+    # formats, chat templates, tokenizers
     ("convert LOG -o new --format cals", 1, "known_format", ["cals", "use --format calls"]),
     ("export DS --format skryl -o new", 2, "usage", ["'skryl'", "did you mean --format skyrl?"]),
-    ("templates chatm", 1, "chat_template", ["chatm", "did you mean chatml_tools_thinking?"]),
+    (
+        "formats --templates chatm",
+        1,
+        "chat_template",
+        ["chatm", "did you mean chatml_tools_thinking?"],
+    ),
     ("convert LOG -o new --chat-template x", 1, "tokenizer", ["needs a tokenizer", "--tokenizer"]),
     ("convert LOG -o new --tokenizer nowhere", 1, "tokenizer", ["nowhere", "hf download"]),
     ("inspect DS --tokenizer nowhere", 1, "tokenizer", ["nowhere", "hf download"]),

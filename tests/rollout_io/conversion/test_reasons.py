@@ -102,7 +102,7 @@ def test_a_line_of_another_type_is_named_as_a_whole_and_the_hint_leads_to_its_fo
     log = write(tmp_path / "calls.jsonl", call("a/0"), b'"text"')
     error = refusal(log, tmp_path / "ds", format="calls")
     assert error.sentence == f"{log}:2: found a string as the entire line; expected an object."
-    assert error.hint.startswith("see docs/formats.md#calls for the fields of the format; or pass")
+    assert error.hint.startswith("see docs/formats/calls.md for the fields of the format; or pass")
     write(log, call("a/0"), b'{"session": 5}')
     error = refusal(log, tmp_path / "ds", format="calls")
     assert (error.where, error.got) == (f"{log}:2, $.session", "`int`")

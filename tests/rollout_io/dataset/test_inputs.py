@@ -17,7 +17,7 @@ import pytest
 from rollout_io import RolloutWriter, convert, read, read_log
 from rollout_io.cli.main import run
 from rollout_io.conversion.opened_logs import Log, Opened
-from rollout_io.conversion.settings import Keywords, identity_of
+from rollout_io.conversion.settings import Choices, Keywords, identity_of
 from rollout_io.dataset.opening import read_input
 from rollout_io.dataset.rewriting import rewrite
 from rollout_io.formats.calls import ADAPTER
@@ -130,7 +130,7 @@ def test_a_tokenizer_and_a_chat_template_are_identified_by_their_contents_withou
     write(tokenizer / "tokenizer.json", {"a": 1})
     (tokenizer / "model.safetensors").write_bytes(b"weights")
     template = write(tmp_path / "template.jinja", {"b": 1})
-    named = Keywords(format="calls", tokenizer=str(tokenizer), chat_template=str(template))
+    named = Choices(format="calls", tokenizer=str(tokenizer), chat_template=str(template))
     log = Log("calls", ADAPTER, [])
     first = identity_of(Opened([log]), None, named, 1)
     (tokenizer / "model.safetensors").write_bytes(b"others!")
