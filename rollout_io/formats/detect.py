@@ -203,7 +203,8 @@ def _mappable(name: str, path: Path) -> InputError | None:
     seen = look(Start(path))
     if seen is None:
         return None
-    got, hint = f"the format is not recognized; it looks like {seen[0]}", f"pass --map {seen[1]}"
+    got = f"the format is not recognized; it looks like {seen[0]}"
+    hint = f"pass --map {seen[1]}" if seen[1] else "log the requests too"
     return InputError(RULE, name, got, hint=hint)
 
 

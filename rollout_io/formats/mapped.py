@@ -328,4 +328,4 @@ def _absent(record: Record, field: str, paths: Paths, subject: str) -> InputErro
     near = difflib.get_close_matches(paths[field], keys, 1)
     hint = f"did you mean {field}={near[0]}?" if near else f"pass {field}=PATH with one of them"
     got = f"{subject} `{paths[field]}`, only {cleaned(listed)}"
-    return InputError(RULE, record.place.where, got, f"a path of the {field}", hint)
+    return InputError(RULE, record.place.where, got, hint=hint)

@@ -61,6 +61,8 @@ def response_kind(value: Any) -> str | None:
         >>> response_kind({"choices": [{"message": {"content": "4"}}]})
         'OpenAI completions'
     """
+    if isinstance(value, str) and value.lstrip().startswith("data:"):  # a stream of events
+        value = value.partition("data:")[2].partition("\n")[0].strip()
     value = value_of(value)
     if isinstance(value, list) and value and isinstance(value[0], Mapping):
         value = value[0] if "choices" in value[0] else None  # streamed chunks
@@ -85,7 +87,9 @@ def _is_list_with(value: Any, names: Collection[str]) -> bool:
 
 
 def look(start: Start) -> tuple[str, str] | None:
-    """Return what the records of a file have, and the mapping that reads it; None if there is none.
+    """Return what the records of a file have, and the mapping that reads it, "" if none can.
+
+    Without bodies of model calls, the result is None.
 
     Example:
         A record {"req": {"messages": [...]}, "resp": {"choices": [...]}, "score": 1.0}:
@@ -99,7 +103,10 @@ def look(start: Start) -> tuple[str, str] | None:
         if answers:
             path, kind = next(iter(answers.items()))
             ids = " with token ids" if _HAS_IDS.search(str(values[path])) else ""
-            mapped = ",".join(f"{name}={at}" for name, at in _mapping(values, path))
+            found = dict(_mapping(values, path))
+            if not ids and "request" not in found:
+                return f"{kind} under `{path}`, without requests or token ids", ""
+            mapped = ",".join(f"{name}={at}" for name, at in found.items())
             return f"{kind}{ids} under `{path}`", shlex.quote(mapped)
     return None
 
@@ -108,7 +115,7 @@ def _mapping(values: Mapping[str, Any], response: str) -> Iterator[tuple[str, st
     beside = {
         path: re.sub("[_-]", "", path.rpartition(".")[2]).lower()
         for path, value in values.items()
-        if isinstance(value, str | int | float) and response.startswith(path.rpartition(".")[0])
+        if isinstance(value, str | int | float) and response.startswith(path.rpartition("[*]")[0])
     }
     labels = [p for p in beside if not isinstance(values[p], float | bool) and values[p] != ""]
     session, task, attempt = (
@@ -120,6 +127,7 @@ def _mapping(values: Mapping[str, Any], response: str) -> Iterator[tuple[str, st
     yield from [("session", session)] if session else []
     yield from [("attempt", attempt)] if session and attempt else []
     requests = [path for path, value in values.items() if path and is_request(value)]
+    requests = requests or [p for p in beside if beside[p] in _MESSAGES and p in labels]
     if requests := [p for p in requests if p != response and not p.startswith(f"{response}.")]:
         yield "request", max(requests, key=lambda path: _num_shared(path, response))
     yield "response", response

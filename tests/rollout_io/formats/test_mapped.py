@@ -296,6 +296,19 @@ UNKNOWN: list[tuple[Any, str]] = [
         "with token ids under",
     ),
     ([{"run_id": "r", "x": CHAT, "y": exact(4), "is_correct": True}], "with token ids under `y`"),
+    ({"req": CHAT, "resp": "data: " + json.dumps(CHUNKS[1]) + "\n\n"}, "under `resp`"),
+    (
+        {"ids": {"SessionId": "s"}, "request": {"body": CHAT}, "response": {"body": said("4")}},
+        "`response.body`",
+    ),
+    (
+        {"exchange": {"prompt": "2+2=", "reply": {"choices": [{"text": "4"}]}}},
+        "under `exchange.reply`",
+    ),
+    (
+        {"runs": [{"task": "a", "trial": 0, "steps": [{"llm": {"in": CHAT, "out": exact(4)}}]}]},
+        "steps[*].llm.out",
+    ),
     ({"p q": {"messages": CHAT["messages"]}, "res'p": exact(4)}, "with token ids under `res'p`"),
 ]
 
@@ -321,6 +334,24 @@ def test_an_unknown_file_is_told_what_it_looks_like_and_the_mapping_converts_as_
     options = [] if "with token ids" in error else options
     assert run(["convert", str(log), *pasted, *options, "--out", str(tmp_path / "ds")]) == 0
     assert read(tmp_path / "ds").num_rows == 1
+
+
+def test_responses_without_requests_and_ids_are_told_that_no_mapping_reads_them(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(InputError, match="without requests or token ids") as caught:
+        read_log(write(tmp_path / "own.jsonl", {"custom_id": "a", "response": {"body": said("4")}}))
+    assert caught.value.hint == "log the requests too"
+
+
+def test_calls_in_a_line_that_is_cut_off_reject_the_whole_run(tmp_path: Path) -> None:
+    log = write(
+        tmp_path / "own.jsonl", own("p", 0, exact(4), score=1), own("q", 0, exact(5), score=1)
+    )
+    log.write_text(log.read_text() + json.dumps(own("p", 0, exact(6)))[:-9])
+    summary = convert(log, tmp_path / "ds", map=NAMES, on_error="skip").summary
+    assert (summary.num_written, summary.num_rejected) == (1, 2)
+    assert read(tmp_path / "ds").column("instance_id").to_pylist() == ["q"]
 
 
 def test_a_task_without_an_attempt_is_never_suggested_as_the_name_of_a_run(tmp_path: Path) -> None:
