@@ -13,9 +13,6 @@ from rollout_io.cli.output import emit_json, example, next_command, note, progre
 
 if TYPE_CHECKING:
     from pipelines.merging.lineage import Rule
-    from rollout_io.dataset.rewriting import Counts
-    from rollout_io.dataset.sources import Sources
-    from schemas.metadata import DatasetMetadata
 
 
 @click.command(
@@ -58,48 +55,32 @@ def merge(
     """
     if undo and rule is not None:
         raise click.UsageError("--undo splits the rows of any rule: leave out --rule.")
+    import polars as pl
+
     from pipelines.merging.merge import merge_table, unmerge_table
+    from rollout_io.cli.datasets import open_dataset
     from rollout_io.dataset.reader import read_metadata
+    from rollout_io.dataset.rewriting import rewrite
     from rollout_io.dataset.sources import Sources
 
     sources, rule = Sources(dataset), rule or "lineage"
-    transform = unmerge_table if undo else partial(merge_table, rule=rule)
-    made = {"verb": "unmerge"} if undo else {"verb": "merge", "rule": rule}
-    metadata = read_metadata(dataset).made(made.pop("verb"), parents=[dataset], **made)
-    counts = _rewritten(dataset, out, transform, metadata, layout, (workers, engine), sources)
+    verb, made = ("unmerge", {}) if undo else ("merge", {"rule": rule})
+    with progress_bar(
+        open_dataset(dataset).select(pl.len()).collect().item(), " rows", verb
+    ) as bar:
+        counts = rewrite(
+            dataset,
+            out,
+            unmerge_table if undo else partial(merge_table, rule=rule),
+            read_metadata(dataset).made(verb, parents=[dataset], **made),
+            decode=undo,
+            layout=layout,
+            workers=workers_of(workers, engine, dataset),
+            progress=bar,
+            sources=sources,
+        )
     if as_json:
         emit_json(asdict(counts))
     note(f"rows    {counts.num_rows_before:>9,} -> {counts.num_rows_after:,}")
     note(f"tokens  {counts.num_tokens_before:>9,} -> {counts.num_tokens_after:,}")
     next_command("rollouts", "stats", out)
-
-
-def _rewritten(
-    dataset: str,
-    out: str,
-    transform: Any,
-    metadata: DatasetMetadata,
-    layout: Any,
-    workers: tuple[int | None, Any],
-    sources: Sources,
-) -> Counts:
-    import polars as pl
-
-    from rollout_io.cli.datasets import open_dataset
-    from rollout_io.dataset.rewriting import rewrite
-
-    num_rows = open_dataset(dataset).select(pl.len()).collect().item()
-    chosen = workers_of(*workers, dataset)
-    verb = metadata.made_by[-1]["verb"]
-    with progress_bar(num_rows, " rows", verb) as bar:
-        return rewrite(
-            dataset,
-            out,
-            transform,
-            metadata,
-            decode=verb == "unmerge",
-            layout=layout,
-            workers=chosen,
-            progress=bar,
-            sources=sources,
-        )

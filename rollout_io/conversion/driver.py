@@ -163,7 +163,9 @@ def convert(
         identity = identified.result()
         refuse_changed(sources.versions)  # or the digests may be of other files than the runs
         staging.begin(identity)
-        recorded = stack.enter_context(recorded_calls(choices.join, _convert_calls))
+        recorded = stack.enter_context(
+            recorded_calls(choices.join, partial(convert, on_error="skip"))
+        )
         settings = sources.settings(plans, recorded)
         num_runs = {log.format: p.num_runs for log, p in zip(opened.logs, plans, strict=True)}
         planned = Summary(formats=num_runs, num_records=sum(p.num_records for p in plans))
@@ -215,7 +217,7 @@ def read_log(inputs: PathLike | Sequence[PathLike], **keywords: Unpack[Keywords]
     with (
         tempfile.TemporaryDirectory() as folder,
         naming_errors(Path(folder)),
-        recorded_calls(choices.join, _convert_calls) as recorded,
+        recorded_calls(choices.join, partial(convert, on_error="skip")) as recorded,
     ):
         sources = _Sources.open(inputs, choices, Path(folder))
         refuse_misfits(choices, sources.opened.logs)
@@ -232,11 +234,6 @@ def read_log(inputs: PathLike | Sequence[PathLike], **keywords: Unpack[Keywords]
             sources.fail(rejected, plans)
     table = pa.concat_tables(tables, promote_options="permissive")
     return table.replace_schema_metadata(each[0].metadata.encode("full"))
-
-
-def _convert_calls(log: str, out: str) -> None:
-    """Convert a log of recorded calls, to join it with the log of a harness."""
-    convert(log, out, on_error="skip")
 
 
 def _checked(keywords: Keywords) -> Choices:
