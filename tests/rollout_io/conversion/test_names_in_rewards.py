@@ -107,7 +107,7 @@ def test_a_session_of_claude_code_is_named_as_its_log_and_inspect_name_it(
 ):
     logs = harness_logs / "claude_code"
     export = str(logs / "simonw.sample_session.json")
-    rewards = rewarded(tmp_path, "test_session", "test-session-id_0", export).rewards
+    rewards = rewarded(tmp_path, "test_session", "test-session-id_0", export)["rewards"]
     given = ["--tokenizer", str(smollm2_dir), "--chat-template", "chatml_tools_thinking"]
     given += ["--on-error", "skip", "--out", str(tmp_path / "ds"), "--rewards", rewards]
     assert run(["convert", str(logs), *given]) == 0
