@@ -25,7 +25,7 @@ VERBS = {
     "stats --help": "stats --help",
     "view --help": "view --help",
     "record --help": "record --help",
-    "templates": "templates",
+    "formats --templates": "formats --templates",
     "formats": "formats",
     "convert": f"convert {CALLS} --rewards {REWARDS} --out OUT",
     "validate": "validate shop",
@@ -33,7 +33,7 @@ VERBS = {
     "stats": "stats shop",
     "filter": "filter shop --where reward>=0 --out OUT",
     "merge": "merge shop --out OUT",
-    "unmerge": "unmerge merged --out OUT",
+    "merge --undo": "merge --undo merged --out OUT",
     "drift": "drift shop",
     **{
         f"export {name}": f"export shop --format {name} --out OUT"
@@ -42,7 +42,7 @@ VERBS = {
 }
 HEAVY = "import polars, pyarrow, numpy, msgspec, click"
 LIMITS = {"imports of click": "import click", "imports of all five": HEAVY}
-OF_CLICK = ("--help", "stats --help", "view --help", "record --help", "templates")
+OF_CLICK = ("--help", "stats --help", "view --help", "record --help", "formats --templates")
 """Verbs whose limit is the import of click alone."""
 
 

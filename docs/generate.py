@@ -82,7 +82,7 @@ This page describes the columns of a rollout dataset, and the invariants that ap
 
 Each row is one sequence; freshly converted data with exact ids has one row per step. Your own columns are kept. Nullable columns may be
 absent. `convert` adds columns like your own for strings about a run (`model`, `env`), and for what a trainer noted:
-[prime-rl's annotations](formats.md#verifiers) become `effective`, `advantage`, `annotations`, `advantages`, `entropies`, `is_masked` and
+[prime-rl's annotations](formats/verifiers.md) become `effective`, `advantage`, `annotations`, `advantages`, `entropies`, `is_masked` and
 `mismatch_kl`, and its log-probabilities `trainer_logprobs`.
 
 {documentation_table()}
@@ -101,7 +101,7 @@ tools](other_tools.md) shows how to rebuild the prompts with only Polars or Duck
 {physical}
 
 `messages` is stored as text in both layouts. A re-tokenized context of an agent is one row, so its conversation is stored
-once, however many turns it has; `unmerge` and `merge` keep it. A row with exact ids has only the messages that the harness
+once, however many turns it has; `merge` keeps it. A row with exact ids has only the messages that the harness
 sent for that call, and `response_text` has the answer.
 
 ## Files
@@ -620,29 +620,43 @@ def class_summary(file: str, name: str) -> str:
     return text[:1].upper() + " ".join(text[1:].split())
 
 
-def formats_page() -> str:
-    """Build formats.md, with a table of the formats in pyproject.toml and `REFUSED`."""
+@cache
+def known_formats() -> dict[str, Any]:
+    """Return the formats in pyproject.toml, and `REFUSED`, by name."""
     project = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]
     entries = project["entry-points"]["rollout_io.formats"]
     known = {name: pkgutil.resolve_name(value) for name, value in entries.items()} | REFUSED
-    rows = [f"| `{name}` | {adapter.summary} |" for name, adapter in sorted(known.items())]
-    page = _with_table("formats.md", ["| format | what it is |", "|---|---|", *rows])
-    return _replaced(page, "lists of contents", _contents(known))
+    return dict(sorted(known.items()))
 
 
-def _contents(adapters: dict[str, Any]) -> list[str]:
-    """Return the lists of each format: what is read of its records, and what is left out."""
-    lines: list[str] = []
-    for name, adapter in sorted(adapters.items()):
-        if adapter.contents is None:
-            continue
-        lines += [f"### Contents of `{name}`", "", "| record | keys | read |", "|---|---|---|"]
-        for kind, keys, reason in adapter.contents.rows():
-            listed = " ".join(f"`{key}`" for key in keys.split()) or "all"
-            kind = {"": "any", "*": "any"}.get(kind, f"`{kind}`")
-            lines.append(f"| {kind} | {listed} | {f'no: {reason}' if reason else 'yes'} |")
-        lines.append("")
-    return lines[:-1]
+def formats_page() -> str:
+    """Build formats.md, with a table of the formats, each with its page."""
+    rows = [
+        f"| [`{name}`](formats/{name}.md) | {a.summary} |" for name, a in known_formats().items()
+    ]
+    return _with_table("formats.md", ["| format | what it is |", "|---|---|", *rows])
+
+
+def format_page(name: str) -> str:
+    """Build the page of a format: its summary, what is written about it, and what it reads."""
+    adapter, file = known_formats()[name], DOCS / "formats" / f"{name}.md"
+    marks = [
+        f"<!-- begin generated: {mark} -->\n<!-- end generated -->\n"
+        for mark in ("summary", "contents")
+    ]
+    page = file.read_text() if file.exists() else "\n".join(marks)
+    summary = adapter.summary[0].upper() + adapter.summary[1:]
+    lines = [f"# `{name}`", "", f"{summary}. [What all formats share](common.md)."]
+    contents = [] if adapter.contents is None else adapter.contents.rows()
+    listed = ["## What is read", "", PATHS, "", "| record | keys | read |", "|---|---|---|"]
+    for kind, keys, reason in contents:
+        named = " ".join(f"`{key}`" for key in keys.split()) or "all"
+        kind = {"": "any", "*": "any"}.get(kind, f"`{kind}`")
+        listed.append(f"| {kind} | {named} | {f'no: {reason}' if reason else 'yes'} |")
+    return _replaced(_replaced(page, "summary", lines), "contents", listed if contents else [])
+
+
+PATHS = "Paths join keys with dots, and everything below the end of a path belongs to it."
 
 
 def generation_page() -> str:
@@ -690,8 +704,8 @@ def _replaced(page: str, mark: str, lines: list[str]) -> str:
     before, begin, rest = page.partition(f"<!-- begin generated: {mark} -->\n")
     _, end, after = rest.partition("<!-- end generated -->\n")
     assert end, f"a page lacks the comments around generated text: {mark}"
-    table = "\n".join(lines)
-    return f"{before}{begin}{table}\n{end}{after}"
+    table = "".join(f"{line}\n" for line in lines)
+    return f"{before}{begin}{table}{end}{after}"
 
 
 def tree_page() -> str:
@@ -740,6 +754,7 @@ PAGES = {
     "cli.md": cli_page,
     "errors.md": errors_page,
     "formats.md": formats_page,
+    **{f"formats/{name}.md": partial(format_page, name) for name in known_formats()},
     "generation.md": generation_page,
     "limits.md": limits_page,
     "rl.md": rl_page,

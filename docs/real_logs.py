@@ -1,4 +1,4 @@
-"""Convert public logs for the second generated table of docs/formats.md.
+"""Convert public logs for the generated table of docs/formats/real_logs.md.
 
 `python docs/real_logs.py LOGS` writes the table; tests/rollout_io/formats/test_real_logs.py checks it. Text is
 re-tokenized with Qwen3's tokenizer and official chat template, from installed packages.
@@ -14,14 +14,14 @@ from pathlib import Path
 import polars as pl
 
 import rollout_io
-from rollout_io import Choices
 from rollout_io.conversion.chunk import INCOMPLETE
 from rollout_io.conversion.opened_logs import AUTO
+from rollout_io.conversion.settings import Keywords
 from rollout_io.conversion.staging import rejected_path
 from rollout_io.formats.detect import load_formats, recognize
 from schemas.errors import RolloutError
 
-PAGE = Path(__file__).parent / "formats.md"
+PAGE = Path(__file__).parent / "formats" / "real_logs.md"
 BEGIN, END = "<!-- begin generated: real logs -->\n", "<!-- end generated: real logs -->\n"
 HEAD = "| file | format | records | trajectories | rows | tokens | not used, and why |"
 BESIDE = {"harness_logs_2026": "2026/", "agent_traces": "agent_traces/"}
@@ -49,11 +49,11 @@ def _row(path: Path, logs: Path, tokenizer: Path) -> str:
     is_text = found != "-" and load_formats().adapters[found].is_text
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "ds"
-        choices = Choices(
+        choices = Keywords(
             format=AUTO, on_error="skip", tokenizer=str(tokenizer) if is_text else None
         )
         try:
-            counts = rollout_io.convert([path], out, choices).summary
+            counts = rollout_io.convert([path], out, **choices).summary
             records, trajectories = counts.num_records, counts.num_trajectories
             rows, tokens = counts.num_rows, _sources(out)
         except RolloutError as error:

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 BOOSTS = {
-    "guides/": 4.0, "tour.md": 3.0, "install.md": 3.0, "cli.md": 0.5, "api/": 0.3, "errors.md": 0.1,
+    "guides/": 4.0, "formats/": 2.0, "tour.md": 3.0, "install.md": 3.0, "cli.md": 0.5, "api/": 0.3, "errors.md": 0.1,
 }  # fmt: skip
 """How much the words of a page count, by the start of its path: what people do is above what they look up."""
 

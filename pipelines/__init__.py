@@ -95,8 +95,4 @@ __all__ = [
     "zero_variance",
 ]
 
-__getattr__ = exports(__name__, __file__, __all__)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = exports(__name__, __file__, __all__)

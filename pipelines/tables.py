@@ -11,8 +11,11 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rollout_io.dataset.polars_sources import lazy_frame
+import pipelines.frames  # noqa: F401  (registers the namespace of frames)
+from rollout_io.dataset.polars_sources import Rows, lazy_frame
 from rollout_io.dataset.prefix_layout import trajectory_starts
+from rollout_io.dataset.reader import scan
+from rollout_io.dataset.storage import Paths
 from schemas.checker import Checker, raise_errors
 from schemas.columns import COLUMNS, Length
 from schemas.numpy_arrays import to_arrow, to_numpy
@@ -27,15 +30,17 @@ PER_TOKEN: dict[str, pa.DataType] = {
 ROUTING = "rollout_expert_indices"
 
 Transform: TypeAlias = Callable[[pa.Table], pa.Table]
-Frame: TypeAlias = pl.LazyFrame | pl.DataFrame | pa.Table
-"""Input types of the transforms in this package; they return a LazyFrame."""
+Frame: TypeAlias = Rows | Paths
+"""Input types of the transforms in this package, which may be paths of datasets; they return a LazyFrame."""
 
 
 def as_lazy(frame: Frame) -> pl.LazyFrame:
-    """Convert a LazyFrame, DataFrame or Arrow table to a LazyFrame."""
-    if isinstance(frame, pl.LazyFrame):
-        return frame
-    data = frame if isinstance(frame, pl.DataFrame) else pl.from_arrow(frame)
+    """Convert a LazyFrame, DataFrame, Arrow table, or the path of a dataset to a LazyFrame."""
+    if isinstance(frame, pl.LazyFrame | pl.DataFrame):
+        return frame.lazy()
+    if not isinstance(frame, pa.Table):
+        return scan(frame)
+    data = pl.from_arrow(frame)
     assert isinstance(data, pl.DataFrame)
     return data.lazy()
 

@@ -10,9 +10,9 @@ from schemas.lazy import exports  # noqa: E402
 
 if TYPE_CHECKING:
     from rollout_io.conversion.driver import convert, read_log
-    from rollout_io.conversion.settings import Choices
     from rollout_io.dataset.checking import check, validate
-    from rollout_io.dataset.reader import iter_tables, read, read_metadata, scan, to_hf
+    from rollout_io.dataset.hugging_face import from_hf, to_hf
+    from rollout_io.dataset.reader import iter_tables, read, read_metadata, scan
     from rollout_io.dataset.writer import RolloutWriter
     from rollout_io.formats.exports import export
     from rollout_io.formats.skyrl_fields import GeneratorOutput, TrajectoryID
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Choices",
     "ConfigError",
     "EngineError",
     "GeneratorOutput",
@@ -48,6 +47,7 @@ __all__ = [
     "convert",
     "export",
     "from_generator_output",
+    "from_hf",
     "iter_tables",
     "read",
     "read_generator_output",
@@ -60,8 +60,4 @@ __all__ = [
     "write_generator_output",
 ]
 
-__getattr__ = exports(__name__, __file__, __all__)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = exports(__name__, __file__, __all__)

@@ -30,4 +30,4 @@ __all__ = [
     "validate",
 ]
 
-__getattr__ = exports(__name__, __file__, __all__)
+__getattr__, __dir__ = exports(__name__, __file__, __all__)

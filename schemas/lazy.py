@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ast
 import importlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 
-def exports(package: str, file: str, names: Collection[str]) -> Callable[[str], Any]:
-    """Return a `__getattr__` (PEP 562) that imports each of `names` on first use.
+def exports(
+    package: str, file: str, names: list[str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return a `__getattr__` (PEP 562) that imports each of `names` on first use, and a `__dir__`.
 
     The modules are those of the imports under `if TYPE_CHECKING:` in the package's own source, where
     type checkers look too, so that a name is written down in one place.
@@ -37,4 +39,4 @@ def exports(package: str, file: str, names: Collection[str]) -> Callable[[str], 
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(importlib.import_module(module_of[name]), name)
 
-    return load
+    return load, lambda: names

@@ -51,11 +51,7 @@ __all__ = [
     "train",
 ]
 
-__getattr__ = exports(__name__, __file__, __all__)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = exports(__name__, __file__, __all__)
 
 
 def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -23,7 +25,7 @@ _SHOWN = 5
 @click.command(
     short_help="Compare two datasets task by task.",
     epilog=example(
-        "rollouts diff runs/before runs/after\n  rollouts diff shop/ shop/ --reward-b strict"
+        "rollouts diff runs/before runs/after", "rollouts diff shop/ shop/ --reward-b strict"
     ),
 )
 @click.argument("a", metavar="A", type=click.Path())
@@ -76,6 +78,7 @@ def diff(
     from pipelines.statistics.parting import greedy_partings
     from rollout_io.dataset.reader import read_metadata
 
+    _refuse_runs(a, b)
     (first, lines_a), (second, lines_b) = (
         _attempts(path, reward, outcome) for path, reward in ((a, reward_a), (b, reward_b))
     )
@@ -101,6 +104,22 @@ def diff(
     passed = PASSED if returns.is_in([0.0, 1.0]).all() else "share with return > 0"
     emit("\n".join(_screen(a, b, found, partings, passed)))
     next_command("rollouts", "view", *dict.fromkeys((a, b)))
+
+
+def _refuse_runs(*paths: str) -> None:
+    """Refuse two runs of training, and name the verbs that compare them."""
+    from pipelines.view.run_files import is_run
+
+    if all("://" not in path and is_run(Path(path)) for path in paths):
+        named = shlex.join(paths)
+        hint = (
+            f"compare their metrics with `rollouts plot {named}`, and their samples with `rollouts "
+        )
+        hint += (
+            f"view {named}`; `rollouts diff` takes the datasets of runs, such as RUN/rollouts/*/"
+        )
+        got = "these are training runs, not datasets"
+        raise InputError("dataset_exists", " and ".join(paths), got, "", hint)
 
 
 def _attempts(

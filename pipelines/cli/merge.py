@@ -1,4 +1,4 @@
-"""The `rollouts merge` and `rollouts unmerge` commands."""
+"""The `rollouts merge` command."""
 
 from __future__ import annotations
 
@@ -12,116 +12,75 @@ from rollout_io.cli.datasets import dataset_argument, layout_option, workers_of,
 from rollout_io.cli.output import emit_json, example, next_command, note, progress_bar
 
 if TYPE_CHECKING:
-    from rollout_io.dataset.rewriting import Counts
-    from rollout_io.dataset.sources import Sources
-    from schemas.metadata import DatasetMetadata
-
-OUT = click.option("--out", required=True, metavar="DS2", help="Directory of the new dataset.")
-JSON = click.option(
-    "--json", "as_json", is_flag=True, help="Print the counts before and after as JSON."
-)
+    from pipelines.merging.lineage import Rule
 
 
 @click.command(
-    short_help="Join steps that extend each other into one row.",
-    epilog=example("rollouts merge shop/ --out merged/"),
+    short_help="Join steps that extend each other into one row, or undo it.",
+    epilog=example(
+        "rollouts merge shop/ --out merged/", "rollouts merge --undo merged/ --out steps/"
+    ),
 )
 @dataset_argument()
-@OUT
+@click.option("--out", required=True, metavar="DS2", help="Directory of the new dataset.")
 @click.option(
     "--rule",
     type=click.Choice(["lineage", "consecutive"]),
-    default="lineage",
-    show_default=True,
     help="lineage: a step continues the longest earlier step not yet continued, so sub-agents and "
-    "resumed contexts merge too. consecutive: only the step right before it, as SkyRL does.",
+    "resumed contexts merge too. consecutive: only the step right before it, as SkyRL does.  "
+    "[default: lineage]",
+)
+@click.option(
+    "--undo", is_flag=True, help="Split merged rows back into the exact steps that they contain."
 )
 @layout_option
 @workers_options
-@JSON
+@click.option("--json", "as_json", is_flag=True, help="Print the counts before and after as JSON.")
 def merge(
     dataset: str,
     out: str,
-    rule: Any,
+    rule: Rule | None,
     layout: Any,
     workers: int | None,
     engine: Any,
     *,
+    undo: bool,
     as_json: bool,
 ) -> None:
     """Merge steps into one row if each extends the previous one token for token.
 
-    Nothing is lost: `segments` keeps each step's range and values, `rollouts unmerge` restores the
-    steps, and training on merged rows gives the same loss. Memory use does not grow with the
-    dataset.
+    Training needs no merging (`sequence_layout` merges and shares prefixes as it reads), and gives the
+    same loss either way. Nothing is lost: `segments` keeps each step's range and values, and `--undo`
+    restores the steps. Memory use does not grow with the dataset.
     """
-    from pipelines.merging.merge import merge_table
+    if undo and rule is not None:
+        raise click.UsageError("--undo splits the rows of any rule: leave out --rule.")
+    import polars as pl
+
+    from pipelines.merging.merge import merge_table, unmerge_table
+    from rollout_io.cli.datasets import open_dataset
     from rollout_io.dataset.reader import read_metadata
+    from rollout_io.dataset.rewriting import rewrite
     from rollout_io.dataset.sources import Sources
 
-    sources = Sources(dataset)
-    metadata = read_metadata(dataset).made("merge", parents=[dataset], rule=rule)
-    transform = partial(merge_table, rule=rule)
-    chosen = (workers, engine)
-    counts = _rewritten(dataset, out, transform, metadata, layout, chosen, "merge", sources)
-    _say(counts, out, as_json=as_json)
-
-
-@click.command(epilog=example("rollouts unmerge merged/ --out steps/"))
-@dataset_argument()
-@OUT
-@layout_option
-@workers_options
-@JSON
-def unmerge(
-    dataset: str, out: str, layout: Any, workers: int | None, engine: Any, *, as_json: bool
-) -> None:
-    """Split merged rows back into the exact steps that they contain."""
-    from pipelines.merging.merge import unmerge_table
-    from rollout_io.dataset.reader import read_metadata
-    from rollout_io.dataset.sources import Sources
-
-    sources = Sources(dataset)
-    metadata = read_metadata(dataset).made("unmerge", parents=[dataset])
-    chosen = (workers, engine)
-    counts = _rewritten(dataset, out, unmerge_table, metadata, layout, chosen, "unmerge", sources)
-    _say(counts, out, as_json=as_json)
-
-
-def _say(counts: Counts, out: str, *, as_json: bool) -> None:
+    sources, rule = Sources(dataset), rule or "lineage"
+    verb, made = ("unmerge", {}) if undo else ("merge", {"rule": rule})
+    with progress_bar(
+        open_dataset(dataset).select(pl.len()).collect().item(), " rows", verb
+    ) as bar:
+        counts = rewrite(
+            dataset,
+            out,
+            unmerge_table if undo else partial(merge_table, rule=rule),
+            read_metadata(dataset).made(verb, parents=[dataset], **made),
+            decode=undo,
+            layout=layout,
+            workers=workers_of(workers, engine, dataset),
+            progress=bar,
+            sources=sources,
+        )
     if as_json:
         emit_json(asdict(counts))
     note(f"rows    {counts.num_rows_before:>9,} -> {counts.num_rows_after:,}")
     note(f"tokens  {counts.num_tokens_before:>9,} -> {counts.num_tokens_after:,}")
     next_command("rollouts", "stats", out)
-
-
-def _rewritten(
-    dataset: str,
-    out: str,
-    transform: Any,
-    metadata: DatasetMetadata,
-    layout: Any,
-    workers: tuple[int | None, Any],
-    label: str,
-    sources: Sources,
-) -> Counts:
-    import polars as pl
-
-    from rollout_io.cli.datasets import open_dataset
-    from rollout_io.dataset.rewriting import rewrite
-
-    num_rows = open_dataset(dataset).select(pl.len()).collect().item()
-    chosen = workers_of(*workers, dataset)
-    with progress_bar(num_rows, " rows", label) as bar:
-        return rewrite(
-            dataset,
-            out,
-            transform,
-            metadata,
-            decode=label == "unmerge",
-            layout=layout,
-            workers=chosen,
-            progress=bar,
-            sources=sources,
-        )

@@ -12,4 +12,4 @@ if TYPE_CHECKING:
 
 __all__ = ["HINTS", "Diagnosis", "Report", "TextReading", "diagnose", "diagnose_dataset", "drift"]
 
-__getattr__ = exports(__name__, __file__, __all__)
+__getattr__, __dir__ = exports(__name__, __file__, __all__)

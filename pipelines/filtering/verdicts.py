@@ -1,6 +1,6 @@
 """Decide in one pass which trajectories are dropped or masked, and by which filter.
 
-`judge` reads only ids, rewards and the columns that filters use, and keeps one line per trajectory
+`judge` lists the verdicts, and changes no row: it reads only ids, rewards and the columns that filters use, and keeps one line per trajectory
 in memory. `apply_filters` then drops trajectories; `apply_masks` excludes them from the loss, but
 keeps them in the table and in baselines. The filters are in `pipelines.filtering.filters`.
 """
@@ -47,12 +47,24 @@ class Filter:
     condition: TrajectoryCondition | None = None
 
 
-def judge(frame: Frame, filters: Sequence[Filter], outcome: Outcome = "last") -> pl.DataFrame:
-    """Apply filters in order; each sees only the trajectories that earlier filters kept.
+Filters = Filter | Sequence[Filter]
+"""One filter, or several in order."""
+
+
+def listed(filters: Filters) -> list[Filter]:
+    """Return filters as a list."""
+    return [filters] if isinstance(filters, Filter) else [*filters]
+
+
+def judge(frame: Frame, filters: Filters, outcome: Outcome = "last") -> pl.DataFrame:
+    """List for each trajectory which filter would drop it, without dropping any (see `apply_filters`).
+
+    Filters decide in order; each sees only the trajectories that earlier filters kept. No model judges
+
 
     Args:
         frame: Rows of complete trajectories. Merging does not change the verdicts.
-        filters: The filters, in order.
+        filters: One filter, or several in order.
         outcome: How returns are computed (see `trajectory_returns`).
 
     Returns:
@@ -64,9 +76,10 @@ def judge(frame: Frame, filters: Sequence[Filter], outcome: Outcome = "last") ->
             be computed; `unique_filter`: two filters have the same name.
 
     Example:
-        >>> judge(frame, [reward_range(minimum=0.5)]).select("trajectory_id", "reason").rows()
+        >>> judge(frame, reward_range(minimum=0.5)).select("trajectory_id", "reason").rows()
         [('a_0', None), ('a_1', 'reward >= 0.5')]
     """
+    filters = listed(filters)
     names = [f.name for f in filters]
     if len(set(names)) < len(names):
         raise ConfigError("unique_filter", "filters", ", ".join(names), "unique names")
@@ -135,7 +148,7 @@ REPORT_COLUMNS = {
 
 
 def apply_filters(
-    frame: Frame, filters: Sequence[Filter], outcome: Outcome = "last"
+    frame: Frame, filters: Filters, outcome: Outcome = "last"
 ) -> tuple[pl.LazyFrame, pl.DataFrame]:
     """Drop trajectories. Verdicts are computed immediately; rows stream when the result is used.
 
@@ -149,8 +162,9 @@ def apply_filters(
         InputError: `nothing_left`: the filters drop every trajectory of a non-empty frame.
 
     Example:
-        >>> rows, counts = apply_filters(scan("rollouts/"), [zero_variance()])
+        >>> rows, counts = apply_filters("rollouts/", zero_variance())
     """
+    filters = listed(filters)
     if not filters:
         return as_lazy(frame), pl.DataFrame(schema=REPORT_COLUMNS)
     verdicts = judge(frame, filters, outcome)
@@ -211,7 +225,7 @@ def collect(
 
 
 def apply_masks(
-    frame: Frame, filters: Sequence[Filter], outcome: Outcome = "last"
+    frame: Frame, filters: Filters, outcome: Outcome = "last"
 ) -> tuple[pl.LazyFrame, pl.DataFrame]:
     """Set `loss_mask` to false in all rows of the trajectories that the filters would drop.
 
@@ -232,10 +246,11 @@ def apply_masks(
     Example:
         A trajectory of two steps; the last one stopped with `length`:
 
-        >>> rows, counts = apply_masks(steps, [overlong()])
+        >>> rows, counts = apply_masks(steps, overlong())
         >>> rows.select("loss_mask").collect().to_series().to_list()
         [[False], [False]]
     """
+    filters = listed(filters)
     if not filters:
         return as_lazy(frame), _renamed(pl.DataFrame(schema=REPORT_COLUMNS))
     verdicts = judge(frame, filters, outcome)

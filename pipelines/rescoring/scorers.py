@@ -66,7 +66,10 @@ class Scorer:
             if any(
                 part.get("joined") for row in attempt.rows for part in row.get("segments") or ()
             ):
-                got, hint = "its rows are merged from several steps", "run `rollouts unmerge` first"
+                got, hint = (
+                    "its rows are merged from several steps",
+                    "undo it: `rollouts merge --undo`",
+                )
                 raise InputError(RULE, attempt.trajectory_id, got, "one row per step", hint)
             task = tasks[attempt.instance_id]
             extras = {**task.extras, "max_turns": len(attempt.rows)}

@@ -8,7 +8,7 @@ import re
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -40,13 +40,21 @@ _SHOWN = 100  # maximum number of file names in --json
 _READS = 2  # every log is read twice: to find its runs, then to convert them
 
 
+def _paths(_ctx: click.Context, _param: click.Parameter, text: str | None) -> dict[str, str] | None:
+    if text is None:
+        return None
+    pairs = [part.strip().partition("=") for part in text.split(",")]
+    if wrong := [name for name, _, path in pairs if not (name and path)]:
+        raise click.BadParameter(f"{wrong[0]!r} is not FIELD=PATH.")
+    return {name: path for name, _, path in pairs}
+
+
 @click.command(
     epilog=example("rollouts convert shop.calls.jsonl --rewards shop.rewards.jsonl --out shop/")
 )
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", type=click.Path())
 @click.option(
     "--format",
-    "format_name",
     default="auto",
     show_default=True,
     help="Log format (see `rollouts formats`); auto detects it from the content.",
@@ -57,6 +65,13 @@ _READS = 2  # every log is read twice: to find its runs, then to convert them
     type=click.Path(),
     metavar="FILE",
     help="JSONL file of outcomes, which replace the rewards in the logs.",
+)
+@click.option(
+    "--map",
+    metavar="FIELD=PATH,...",
+    callback=_paths,
+    help="Read logs of any names: where their records have `session`, `attempt`, `request`, `response` "
+    "and `reward`, such as request=call.req,response=call.resp.",
 )
 @click.option("--reward", metavar="KEY", help="Name of the logged reward to use as the outcome.")
 @click.option(
@@ -147,27 +162,13 @@ _READS = 2  # every log is read twice: to find its runs, then to convert them
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 def convert(
     inputs: tuple[str, ...],
-    format_name: str,
     out: str,
-    rewards: str | None,
-    reward: str | None,
-    group_by: str | None,
-    tokenizer: str | None,
-    chat_template: str | None,
-    join: str | None,
-    on_error: Literal["fail", "skip"],
-    timeouts: Literal["fail", "keep"],
-    overflows: Literal["zero", "fail", "keep"],
-    other_fields: Literal["refuse", "keep", "drop"],
-    group_size: int | None,
     workers: int | None,
     engine: Engine,
-    layout: Literal["prefix", "full"],
-    logprobs_mode: Literal["raw", "processed"] | None,
     *,
-    strict: bool,
     redacts: bool,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Convert agent logs to a rollout dataset.
 
@@ -175,33 +176,17 @@ def convert(
     .gz or .zst are decompressed. Logs in several formats are combined into one dataset; other files
     inside directories are skipped. To resume an interrupted conversion, run the same command again.
     """
-    if redacts and on_error == "skip":
+    if redacts and options["on_error"] == "skip":
         raise click.UsageError("--redact writes no rejected records: leave out --on-error skip.")
+    tokenizer: str | None = options["tokenizer"]
     if tokenizer is not None:
         tokenizer_directory(tokenizer)  # before slow imports
     keep_pandas_out_of_arrow()
     from rollout_io.conversion import driver
-    from rollout_io.conversion.settings import Choices
     from rollout_io.dataset.parallel import Workers
 
-    choices = Choices(
-        format=format_name,
-        rewards=rewards,
-        group_by=tuple(group_by.split(",")) if group_by else (),
-        reward=reward,
-        timeouts=timeouts,
-        overflows=overflows,
-        other_fields=other_fields,
-        group_size=group_size,
-        tokenizer=tokenizer,
-        chat_template=chat_template,
-        join=join,
-        layout=layout,
-        logprobs_mode=logprobs_mode,
-        on_error=on_error,
-        strict=strict,
-    )
-    _note_formats(format_name)
+    if options["map"] is None:
+        _note_formats(options["format"])
     start_s = time.monotonic()
     kept = f"in {_hidden(out)}, which only you can read" if redacts else "kept"
     with (
@@ -217,9 +202,9 @@ def convert(
             converting = partial(
                 driver.convert,
                 inputs,
-                choices=choices,
                 workers=Workers(num, engine),
                 progress=progress,
+                **options,
             )
             done, redacted = (
                 _converted_and_redacted(converting, out, tokenizer)

@@ -1,4 +1,4 @@
-"""`rollouts formats` and `rollouts templates`: what the package knows of logs and of chats."""
+"""`rollouts formats`: what the package knows of logs and of chats."""
 
 from __future__ import annotations
 
@@ -20,17 +20,31 @@ if TYPE_CHECKING:
 _SHOWN = 8  # maximum number of unknown keys that are listed
 
 
-@click.command(epilog=example("rollouts formats examples/shop.calls.jsonl"))
+@click.command(
+    epilog=example(
+        "rollouts formats examples/shop.calls.jsonl",
+        'vllm serve MODEL --chat-template "$(rollouts formats --templates chatml_tools_thinking)"',
+    )
+)
 @click.argument("inputs", nargs=-1, metavar="[FILE...]", type=click.Path())
+@click.option(
+    "--templates",
+    is_flag=True,
+    help="List the chat templates in the package, or print the paths of those named in place of FILE. "
+    "Options of `rollouts` take their names, engines the paths.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
-def formats(ctx: click.Context, inputs: tuple[str, ...], *, as_json: bool) -> None:
+def formats(ctx: click.Context, inputs: tuple[str, ...], *, templates: bool, as_json: bool) -> None:
     """List the log formats, or detect the format of each FILE.
 
     FILE is a file, a directory, a quoted pattern, a URL, or - for standard input. The logs in a
     directory are those that `rollouts convert` would read. Exit code 1 if a FILE matches no format,
     or several.
     """
+    if templates:
+        _list_templates(inputs, as_json=as_json)
+        return
     from rollout_io.formats.detect import load_formats
 
     known = load_formats()
@@ -175,30 +189,15 @@ def _why(found: Sequence[Match]) -> str:
     return f" ({'; '.join(texts)})" if texts else ""
 
 
-@click.command(
-    short_help="List the chat templates of the package.",
-    epilog=example(
-        'vllm serve MODEL --chat-template "$(rollouts templates chatml_tools_thinking)"'
-    ),
-)
-@click.argument("name", required=False, metavar="[NAME]")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, including the paths.")
-def templates(name: str | None, *, as_json: bool) -> None:
-    """List the chat templates in the package, or print the path of the template NAME.
-
-    Options and keys of `rollouts` that expect a chat template accept its name. Engines need the
-    path: with `vllm serve --chat-template PATH`, vLLM renders the prompts of agents and harnesses.
-    """
+def _list_templates(names: tuple[str, ...], *, as_json: bool) -> None:
     from rollout_io.retokenize.chat_template import TEMPLATES, template_path
 
-    chosen = list(TEMPLATES) if name is None else [name]
-    paths = {one: str(template_path(one)) for one in chosen}
+    paths = {name: str(template_path(name)) for name in names or TEMPLATES}
+    width = max(map(len, TEMPLATES))
     if as_json:
         emit_json([{"name": n, "summary": TEMPLATES[n], "path": p} for n, p in paths.items()])
-    elif name is not None:
-        emit(paths[name])
-    else:
-        width = max(map(len, TEMPLATES))
-        for one, summary in TEMPLATES.items():
-            emit(f"{one:<{width}}  {summary}")
-        next_command("rollouts", "templates", "NAME")
+        return
+    for name, path in paths.items():
+        emit(path if names else f"{name:<{width}}  {TEMPLATES[name]}")
+    if not names:
+        next_command("rollouts", "formats", "--templates", "NAME")

@@ -35,9 +35,9 @@ from schemas.extras import explained
 
 GROUP = "rollout_io.verbs"
 SECTIONS = {
-    "Get data in": ("convert", "record", "generate", "formats", "templates"),
+    "Get data in": ("convert", "record", "generate", "formats"),
     "Look": ("inspect", "view", "stats", "diff", "drift", "plot", "validate"),
-    "Shape": ("filter", "merge", "unmerge", "rescore", "redact", "export"),
+    "Shape": ("filter", "merge", "rescore", "redact", "export"),
     "Train": ("train", "rl"),
     "Explain a run": ("audit", "replay", "blame"),
 }

@@ -20,9 +20,9 @@ from rollout_io.terminal import Bar, is_quiet, printable, printable_styles
 from schemas.errors import RolloutError
 
 
-def example(command: str) -> str:
-    """Return the epilog of a verb's help: an example command."""
-    return f"\b\nExample:\n  {command}"
+def example(*commands: str) -> str:
+    """Return the epilog of a verb's help: example commands."""
+    return "\n  ".join(["\b\nExample:" if len(commands) == 1 else "\b\nExamples:", *commands])
 
 
 def emit(text: str) -> None:

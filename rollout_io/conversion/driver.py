@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar, Unpack
 
 import pyarrow as pa
 from msgspec import structs
@@ -42,7 +42,13 @@ from rollout_io.conversion.plan import (
 )
 from rollout_io.conversion.remote import naming_errors
 from rollout_io.conversion.rewards import Key, Outcome, read_rewards
-from rollout_io.conversion.settings import Choices, identity_of, refuse_misfits, settings_of
+from rollout_io.conversion.settings import (
+    Choices,
+    Keywords,
+    identity_of,
+    refuse_misfits,
+    settings_of,
+)
 from rollout_io.conversion.staging import Staging, rejected_path, spool_path
 from rollout_io.conversion.summary import Summary, finished, record_of
 from rollout_io.dataset.opening import Version
@@ -72,7 +78,7 @@ class Conversion:
         num_resumed: Number of chunks that an earlier, interrupted run had finished.
         was_done: True if the dataset was already complete.
         joined: Numbers and names of calls that were joined or not (`Recorded.report`); None without
-            `Choices.join`, and if the dataset was already complete.
+            `join`, and if the dataset was already complete.
     """
 
     summary: Summary
@@ -97,11 +103,11 @@ class NothingUsable(InputError):
 def convert(
     inputs: PathLike | Sequence[PathLike],
     out: str | os.PathLike[str],
-    choices: Choices | None = None,
     *,
     workers: Workers | int = 1,
     progress: Progress | None = None,
     chunk_bytes: int | None = None,
+    **keywords: Unpack[Keywords],
 ) -> Conversion:
     """Convert logs in one or several formats to a rollout dataset.
 
@@ -114,22 +120,24 @@ def convert(
         inputs: Files, directories, patterns, URLs, or "-" for standard input; gzip and Zstandard are
             decompressed.
         out: Directory to write, local or an fsspec URL.
-        choices: Options of the conversion; None uses the defaults.
         workers: Processes that read and write chunks; `Workers(2, "ray")` uses Ray.
         progress: Called with (bytes, rows) since the last call; each input byte is counted twice,
             because logs are read twice.
         chunk_bytes: Number of log bytes per chunk; None: a sixteenth of the logs, but between 32 and
             128 MiB.
+        **keywords: The options of `rollouts convert`, with underscores: `format`, `rewards`, `reward`,
+            `group_by`, `map`, `tokenizer`, `chat_template`, `join`, `layout`, `logprobs_mode`,
+            `on_error`, `strict`, `timeouts`, `overflows`, `other_fields`, `group_size`.
 
     Raises:
         RolloutError: An argument is invalid or, with `on_error="fail"`, a record is invalid; no
             dataset is written.
 
     Example:
-        >>> convert(["shop.calls.jsonl"], "shop/", Choices(rewards="shop.rewards.jsonl"))
+        >>> convert("shop.calls.jsonl", "shop/", rewards="shop.rewards.jsonl")
     """
     workers = workers if isinstance(workers, Workers) else Workers(workers)
-    choices, staging = _checked(choices), Staging(out)
+    choices, staging = _checked(keywords), Staging(out)
     report = progress or (lambda _num_bytes, _num_rows: None)
     with staging.resumable(), ExitStack() as stack:
         spool = spool_path(staging)
@@ -155,7 +163,9 @@ def convert(
         identity = identified.result()
         refuse_changed(sources.versions)  # or the digests may be of other files than the runs
         staging.begin(identity)
-        recorded = stack.enter_context(recorded_calls(choices.join, _convert_calls))
+        recorded = stack.enter_context(
+            recorded_calls(choices.join, partial(convert, on_error="skip"))
+        )
         settings = sources.settings(plans, recorded)
         num_runs = {log.format: p.num_runs for log, p in zip(opened.logs, plans, strict=True)}
         planned = Summary(formats=num_runs, num_records=sum(p.num_records for p in plans))
@@ -189,25 +199,25 @@ def convert(
     )
 
 
-def read_log(inputs: PathLike | Sequence[PathLike], choices: Choices | None = None) -> pa.Table:
+def read_log(inputs: PathLike | Sequence[PathLike], **keywords: Unpack[Keywords]) -> pa.Table:
     """Convert logs to one rollout table, following the same rules as `convert`.
 
     Args:
         inputs: As for `convert`.
-        choices: See `Choices`; an invalid record raises an error even if `on_error` is "skip".
+        **keywords: As for `convert`; an invalid record raises an error even if `on_error` is "skip".
 
     Raises:
         RolloutError: A record is invalid (the error describes the first one), or an argument is.
 
     Example:
-        >>> read_log(["shop.calls.jsonl"], Choices(rewards="shop.rewards.jsonl")).num_rows
+        >>> read_log("shop.calls.jsonl", rewards="shop.rewards.jsonl").num_rows
         205
     """
-    choices = _checked(choices)
+    choices = _checked(keywords)
     with (
         tempfile.TemporaryDirectory() as folder,
         naming_errors(Path(folder)),
-        recorded_calls(choices.join, _convert_calls) as recorded,
+        recorded_calls(choices.join, partial(convert, on_error="skip")) as recorded,
     ):
         sources = _Sources.open(inputs, choices, Path(folder))
         refuse_misfits(choices, sources.opened.logs)
@@ -226,14 +236,9 @@ def read_log(inputs: PathLike | Sequence[PathLike], choices: Choices | None = No
     return table.replace_schema_metadata(each[0].metadata.encode("full"))
 
 
-def _convert_calls(log: str, out: str) -> None:
-    """Convert a log of recorded calls, to join it with the log of a harness."""
-    convert(log, out, Choices(on_error="skip"))
-
-
-def _checked(choices: Choices | None) -> Choices:
+def _checked(keywords: Keywords) -> Choices:
     """Return the choices, after checking that the tokenizer exists: before any log is read."""
-    choices = choices or Choices()
+    choices = Choices.of(keywords)
     if choices.tokenizer is not None:
         tokenizer_directory(choices.tokenizer)
     return choices
@@ -264,7 +269,13 @@ class _Sources:
         ignored += [place.path if place.is_local else place.url for place in written]
         skips = staging is not None and choices.on_error == "skip"
         opened = open_log(
-            paths_of(inputs), choices.format, spool, ignored, skips=skips, strict=choices.strict
+            paths_of(inputs),
+            choices.format,
+            spool,
+            ignored,
+            skips=skips,
+            strict=choices.strict,
+            paths_of_fields=choices.map,
         )
         rewards = open_file(choices.rewards, spool) if choices.rewards else None
         versions = versions_of([*opened.inputs, *([rewards] if rewards else [])])

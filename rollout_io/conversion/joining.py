@@ -106,7 +106,7 @@ class Recorded:
             got = "the dataset has no column response_text, by which calls are matched"
             raise InputError("join", path, got, "", "pass a dataset that `rollouts record` wrote")
         if _is_merged(reader.schema):
-            hint = "run `rollouts unmerge` on it first"
+            hint = "run `rollouts merge --undo` on it first"
             raise InputError("join", path, "the rows of the dataset are merged", "", hint)
         recorded, num_rows = cls(path, reader), 0
         for table in iter_tables(path, _INDEXED, decode=False):

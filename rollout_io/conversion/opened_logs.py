@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
 from rollout_io.conversion.inputs import copies_in, open_inputs
 from rollout_io.conversion.rejections import pointed
 from rollout_io.conversion.remote import named_found, shown
+from rollout_io.formats import mapped
 from rollout_io.formats.base import Adapter, Found, Input, Place, Progress, Rejected
 from rollout_io.formats.detect import (
     HINT,
@@ -27,7 +29,7 @@ from rollout_io.formats.parsing.lines import close_files
 from rollout_io.formats.start import Start
 from schemas.errors import InputError, RolloutError, count
 
-AUTO = "auto"
+AUTO, MAPPED = "auto", "calls"
 
 
 class Log(NamedTuple):
@@ -80,15 +82,24 @@ def open_log(
     skips: bool = False,
     strict: bool = False,
     tell: Tell | None = None,
+    paths_of_fields: Mapping[str, str] | None = None,
 ) -> Opened:
     """Open the inputs, and sort them by format if `format_name` is `auto`.
 
     Files inside directories that match no format are skipped; with `strict` or a chosen format, they are
     errors, as copies are. With `skips`, these are rejected instead. `tell` is called with each input
-    once its format is known, and with errors of single files inside directories.
+    once its format is known, and with errors of single files inside directories. With `Options.map`,
+    each file is a log of `calls` with these paths.
     """
+    if paths_of_fields is not None:
+        format_name = MAPPED
     is_auto, given_paths, paths = format_name == AUTO, paths, [shown(path) for path in paths]
     known = load_formats().adapters if is_auto else {format_name: find_adapter(format_name)}
+    if paths_of_fields is not None:
+        finding = partial(mapped.find, paths=paths_of_fields)
+        known = {
+            MAPPED: replace(known[MAPPED], find=finding, recognizes=lambda start: start.is_file)
+        }
     inputs, unread = open_inputs(
         given_paths, spool, cache(lambda path: _formats_of(path, known)), ignored, tell
     )

@@ -100,7 +100,7 @@ def _counted(found: Sequence[Rejected]) -> str:
 
 
 def pointed(error: RolloutError, format_name: str) -> RolloutError:
-    """If the hint refers to docs/formats.md, make it refer to the section of a format of ours."""
+    """If the hint refers to docs/formats.md, make it refer to the page of a format of ours."""
     is_ours = (_OUR_FORMATS / f"{format_name}.py").exists()
     return error.of(format_name) if isinstance(error, WrongType) and is_ours else error
 

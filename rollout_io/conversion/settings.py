@@ -2,23 +2,46 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self, TypedDict
 
 from rollout_io import __version__
 from rollout_io.conversion.chunk import Settings
-from rollout_io.conversion.inputs import digests_of
+from rollout_io.conversion.inputs import PathLike, digests_of
 from rollout_io.conversion.joining import Recorded, states_of, with_recorded
-from rollout_io.conversion.opened_logs import AUTO, Log, Opened
+from rollout_io.conversion.opened_logs import AUTO, MAPPED, Log, Opened
 from rollout_io.conversion.remote import holds_copies, shown
 from rollout_io.conversion.text import Retokenizer, retokenizer_of
 from rollout_io.dataset.opening import digest_of
 from rollout_io.formats.base import HAS_TEXT, Input, Options
+from rollout_io.formats.mapped import check_paths
 from rollout_io.formats.parsing.sampling import MODELS
 from rollout_io.retokenize.local import find_tokenizer, tokenizer_directory
 from schemas.errors import ConfigError
+
+
+class Keywords(TypedDict, total=False):
+    """Keywords of `convert` and `read_log`; `Choices` has their meanings."""
+
+    format: str
+    rewards: PathLike | None
+    reward: str | None
+    group_by: str | Sequence[str]
+    map: Mapping[str, str] | None
+    tokenizer: PathLike | None
+    chat_template: PathLike | None
+    join: PathLike | None
+    layout: Literal["prefix", "full"]
+    logprobs_mode: Literal["raw", "processed"] | None
+    on_error: Literal["fail", "skip"]
+    strict: bool
+    timeouts: Literal["fail", "keep"]
+    overflows: Literal["zero", "fail", "keep"]
+    other_fields: Literal["refuse", "keep", "drop"]
+    group_size: int | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,12 +74,26 @@ class Choices(Options):
     on_error: Literal["fail", "skip"] = "fail"
     strict: bool = False
 
-    def __post_init__(self) -> None:
-        group_by: object = self.group_by
-        if isinstance(group_by, str):
-            hint = f"pass group_by=({group_by!r},)"
-            raise ConfigError("choices", "group_by", repr(group_by), "a tuple of labels", hint)
-        Options.__post_init__(self)  # with slots, `super()` does not find the class
+    @classmethod
+    def of(cls, keywords: Keywords) -> Self:
+        """Return the choices in keywords, in which labels may be one text, and paths `os.PathLike`.
+
+        Raises:
+            ConfigError: `choices`: a value is out of bounds, or `map` and another format are named.
+        """
+        values: dict[str, Any] = {**keywords}
+        for name, value in values.items():
+            if isinstance(value, os.PathLike):
+                values[name] = os.fspath(value)
+        labels = values.get("group_by") or ()
+        values["group_by"] = tuple(labels.split(",") if isinstance(labels, str) else labels)
+        choices = cls(**values)
+        if choices.map is not None:
+            check_paths(choices.map)
+            if choices.format not in {AUTO, MAPPED}:
+                hint = "omit --format"
+                raise ConfigError("choices", "--map", f"--format {choices.format}", "", hint)
+        return choices
 
 
 def settings_of(
@@ -77,7 +114,7 @@ def settings_of(
         retokenizer_of(
             choices.tokenizer,
             choices.chat_template,
-            is_needed=recorded is None and log.adapter.is_text and about.get(HAS_TEXT, True),
+            is_needed=recorded is None and about.get(HAS_TEXT, log.adapter.is_text),
         )
         for log, about in zip(logs, abouts, strict=True)
     ]

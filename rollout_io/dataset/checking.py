@@ -14,8 +14,10 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
+import schemas
 from rollout_io.dataset.blobs import IMAGES, RULE, fault_of, names_in, stores_of
 from rollout_io.dataset.parallel import Workers
+from rollout_io.dataset.polars_sources import Rows
 from rollout_io.dataset.reader import (
     iter_tables,
     read_metadata,
@@ -30,23 +32,28 @@ from schemas.structure_checks import STRUCTURE_COLUMNS
 from schemas.view import View
 
 
-def check(path: Paths, workers: Workers | None = None) -> pl.DataFrame:
+def check(path: Paths | Rows, workers: Workers | None = None) -> pl.DataFrame:
     """Return every breach of the named invariants in a dataset, with the columns of `schemas.check`.
 
     Args:
-        path: Directory, glob or file, local or an fsspec URL, or a list of these.
+        path: Directory, glob or file, local or an fsspec URL, or a list of these; or a frame.
         workers: Processes that check the shards; None: this process.
     """
+    if isinstance(path, Rows):
+        return schemas.check(path)
     return pl.concat([*_breaches(path, workers), *check_blobs(path)])
 
 
-def validate(path: Paths, workers: Workers | None = None) -> None:
+def validate(path: Paths | Rows, workers: Workers | None = None) -> None:
     """Raise an error if `check` finds errors (warnings are ignored).
 
     Raises:
         ValidationError: The dataset breaks a named invariant; unlike `check`, this stops at the
             first piece that does.
     """
+    if isinstance(path, Rows):
+        schemas.validate(path)
+        return
     for breaches in (*_breaches(path, workers), *check_blobs(path)):
         raise_errors(breaches, joined(path))
 

@@ -8,14 +8,23 @@ exit, sources therefore stop at their next frame, and the process waits for them
 from __future__ import annotations
 
 import atexit
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import polars as pl
+import pyarrow as pa
+
+from rollout_io.plugins import plugins
+
+Rows = pl.LazyFrame | pl.DataFrame | pa.Table
+"""Rows of a rollout table, where a dataset's path may be given too."""
 
 Pieces = Callable[[list[str], pl.Expr | None], Iterator[pl.DataFrame]]
+_LOG = logging.getLogger(__name__)
 LONGEST_WAIT_S = 60.0
 _SETTLES_S = 0.02  # lets Polars' threads finish with the last frame
 
@@ -55,6 +64,16 @@ _work = _Work()
 atexit.register(_work.end)
 
 
+@cache
+def _register_namespaces() -> None:
+    """Import the entry points `rollout_io.namespaces`, which add methods to the frames of Polars."""
+    for plugin in plugins("rollout_io.namespaces"):
+        try:
+            plugin.load()
+        except Exception as error:
+            _LOG.warning("namespace %s is not available: %s", plugin.name, error)
+
+
 def lazy_frame(pieces: Pieces, schema: pl.Schema) -> pl.LazyFrame:
     """Return a LazyFrame over the frames that a generator function yields.
 
@@ -64,6 +83,7 @@ def lazy_frame(pieces: Pieces, schema: pl.Schema) -> pl.LazyFrame:
             columns.
         schema: Schema of all columns.
     """
+    _register_namespaces()
 
     def source(
         with_columns: list[str] | None,

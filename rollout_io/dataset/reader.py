@@ -6,7 +6,6 @@ import difflib
 import posixpath
 from collections.abc import Iterable, Iterator, Sequence
 from threading import Lock
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -25,7 +24,6 @@ from rollout_io.dataset.shard_files import (
 from rollout_io.dataset.storage import Location, Paths, find_datasets, find_shards, joined
 from schemas.checker import DECODE_COLUMNS, check_references, misnamed_columns, raise_errors
 from schemas.errors import ConfigError, InvariantError
-from schemas.extras import requires_extra
 from schemas.metadata import DatasetMetadata, Layout, layout_of
 from schemas.numpy_arrays import empty_table, to_arrow
 from schemas.ragged import IntArray, offsets_of
@@ -147,18 +145,6 @@ def refuse_mixed_types(shards: Sequence[Location], where: str) -> None:
 def read_layout(path: Paths) -> Layout:
     """Return the layout that the first shard declares; `full` if it declares none."""
     return layout_of(Shard.open(find_shards(path)[0]).pairs) or "full"
-
-
-def to_hf(path: Paths) -> Any:
-    """Return the logical table as an in-memory `datasets.Dataset`.
-
-    Raises:
-        MissingExtra: `extra_installed`: the `datasets` package is not installed.
-    """
-    with requires_extra("hf", "to_hf"):
-        from datasets import Dataset
-        from datasets.table import InMemoryTable
-    return Dataset(InMemoryTable(read(path)))
 
 
 _CACHED_BYTES = 64 << 20

@@ -125,6 +125,8 @@ class Options:
             `keep` as columns, or `drop`.
         group_size: Attempts per prompt of a GeneratorOutput without `trajectory_ids`; >= 1.
         logprobs_mode: Distribution of the log-probabilities: `raw` or `processed`; None if unknown.
+        map: Path of each field of a line of `calls` in the records of a log (`formats.mapped`); None
+            if the log has a format of its own.
     """
 
     reward: str | None = None
@@ -133,6 +135,7 @@ class Options:
     other_fields: Literal["refuse", "keep", "drop"] = "refuse"
     group_size: Count | None = None
     logprobs_mode: Literal["raw", "processed"] | None = None
+    map: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         for name, got, expected in out_of_bounds(self):

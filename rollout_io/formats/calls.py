@@ -6,7 +6,8 @@
 
 `request` and `response` are the bodies that an OpenAI-compatible server receives and returns, with
 `return_token_ids` and `logprobs` requested. `final`, `reward`, `policy_version`, `agent` and `time`
-are optional; without `time`, the calls of a session are in file order.
+are optional; without `time`, the calls of a session are in file order. A session without any ids is
+text: its contexts are re-tokenized. Logs with other names are read as such lines (`formats.mapped`).
 
 A first pass records the places of each session's calls; then the sessions are read one by one.
 Memory use is a few words per call, regardless of context length.
@@ -16,15 +17,23 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from rollout_io.formats import mapped
 from rollout_io.formats.base import (
+    HAS_TEXT,
+    About,
     Adapter,
+    Completion,
+    Conversation,
     Found,
     Input,
+    Logged,
     Options,
     Place,
     Progress,
@@ -33,16 +42,19 @@ from rollout_io.formats.base import (
     Step,
     Trajectory,
 )
-from rollout_io.formats.parsing.bodies import NO_JSON, Answer, Int32, Request
-from rollout_io.formats.parsing.completions import ASK, read_choices
+from rollout_io.formats.dialects.bodies import answers_of, prompt_of
+from rollout_io.formats.parsing.bodies import NO_JSON, Answer, Int32, Request, Response
+from rollout_io.formats.parsing.completions import read_choices, whole_response
 from rollout_io.formats.parsing.jsonl import decode_line, refuse_not_utf8
 from rollout_io.formats.parsing.lines import lines_of, named_in, read_record, without_copies
+from rollout_io.formats.parsing.model_calls import EMPTY, Call, conversations_of
 from rollout_io.formats.parsing.naming import (
     TASK_LABELS,
     is_name,
     label,
     natural_key,
     note_unread_labels,
+    numbers,
     split_session,
     unread_labels,
 )
@@ -53,10 +65,10 @@ from rollout_io.formats.start import Start
 from schemas.errors import InputError, InvariantError, RolloutError
 
 Key = tuple[str, int]
-_NEEDS_IDS = (
-    f"{ASK}; text alone is read from another format: write the messages as a line of"
-    " `openai_messages` and pass --tokenizer DIR"
-)
+NO_IDS = "no_token_ids"
+_WITHOUT_IDS = frozenset({NO_IDS, "other_api", "nonempty_response"})
+_NO_METRICS = frozenset({"reward", "time", "final", "policy_version"})
+LEFT_OUT = "runs of text with rewards or policy versions of calls before the last: left out"
 _SESSION_FIRST = re.compile(rb'\s*\{\s*"session"\s*:\s*"([^"\\\x00-\x1f]+)"')
 
 
@@ -76,6 +88,11 @@ class _Call(msgspec.Struct, gc=False):
     instance: msgspec.Raw = NO_JSON
 
 
+class _Bodies(msgspec.Struct, gc=False):
+    request: Any
+    response: Any
+
+
 class _Head(msgspec.Struct, gc=False):
     session: str
 
@@ -91,6 +108,7 @@ class _Entry(msgspec.Struct, gc=False):
 _RANK = attrgetter("call.time", "call.final")
 _HEAD_DECODER = msgspec.json.Decoder(_Head)
 _DECODER = msgspec.json.Decoder(_Call)
+_BODIES_DECODER = msgspec.json.Decoder(_Bodies)
 _FIELDS_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -101,7 +119,7 @@ def find_sessions(inputs: Sequence[Input], progress: Progress) -> Iterator[Found
     a call is rejected, but its session is not.
     """
     sessions: defaultdict[bytes, list[Place]] = defaultdict(list)
-    models = ModelNames()
+    models, exact = ModelNames(), set[bytes]()
     for place, content in lines_of(inputs, progress):
         models.see(content)
         match = _SESSION_FIRST.match(content)
@@ -110,9 +128,12 @@ def find_sessions(inputs: Sequence[Input], progress: Progress) -> Iterator[Found
             name = match[1] if match else b""
             name = name if name and name.isascii() else _session(content, place.where)
             sessions[name].append(place)
+            if name not in exact and mapped.HAS_IDS.search(content):
+                exact.add(name)
         except RolloutError as error:
             yield Rejected(place, error)
     yield from models.about()
+    yield About(HAS_TEXT, len(exact) < len(sessions))
     runs: list[Run] = []
     for name, places in sessions.items():
         try:
@@ -139,34 +160,93 @@ def _session(content: bytes, where: str) -> bytes:
 
 
 def read_session(run: Run, options: Options) -> Trajectory:
-    """Read the calls of a session in order, one step per sampled choice.
+    """Read the calls of a session in order: one step per sampled choice, or its contexts as text.
 
     If all lines have `time`, their order in the file does not matter. The reward of a call is
     assigned to its last choice; the reward of the last call is the outcome.
     """
     session = f"{run.instance_id}/{run.repetition_id}"
-    entries = [_read(place, session) for place in run.places]
+    if options.map is None:
+        entries = [_read(place, session) for place in run.places]
+    else:
+        entries = [_mapped(logged, options.map) for logged in mapped.calls_of(run, options.map)]
     _order(f"session {session}", entries)
-    steps: list[Step] = []
-    for entry in entries:
-        call, where = entry.call, entry.place.where
-        mode = options.logprobs_mode
-        try:
-            choices = read_choices(
-                call.response, call.request, where, failed=run.failed, logprobs_mode=mode
-            )
-        except InputError as error:
-            raise error.at(error.where, _NEEDS_IDS if error.hint == ASK else None) from None
-        for step in choices:
-            step.agent = call.agent
-            if step.policy_versions is None:
-                step.policy_version = call.policy_version
-        choices[-1].reward = call.reward
-        steps += choices
+    steps = _steps(entries, run, options)
     labels = _labels(entries[0])
-    found = unread_labels(_FIELDS_DECODER.decode(entries[0].content))
-    note_unread_labels(labels | found, run.instance_id, "name the sessions TASK/REPETITION")
-    return Trajectory(steps=steps, reward=steps[-1].reward, user_values=labels)
+    unread = unread_labels(_FIELDS_DECODER.decode(entries[0].content))
+    note_unread_labels(labels | unread, run.instance_id, "name the sessions TASK/REPETITION")
+    last = entries[-1]
+    fields = _FIELDS_DECODER.decode(last.content)
+    skipped = _NO_METRICS - {options.reward}
+    found = numbers({n: raw for n, raw in fields.items() if n not in skipped}, last.place.where)
+    return Trajectory(steps=steps, reward=last.call.reward, metrics=found, user_values=labels)
+
+
+def _steps(entries: Sequence[_Entry], run: Run, options: Options) -> Sequence[Logged]:
+    """Return the steps of a session; text if none of its responses has ids."""
+    try:
+        return [step for entry in entries for step in _exact(entry, run, options)]
+    except RolloutError as error:
+        has_ids = any(mapped.HAS_IDS.search(entry.content) for entry in entries)
+        texts = () if has_ids or error.rule not in _WITHOUT_IDS else _texts(entries)
+        if not texts:
+            raise
+        got = "the call has no token ids" if error.expected else error.got
+        got += f", but {error.got}" if error.expected else ""
+        for step in texts:
+            if isinstance(step, Conversation):
+                step.tokenless = InputError(NO_IDS, error.where, got, hint=error.hint)
+        return texts
+
+
+def _exact(entry: _Entry, run: Run, options: Options) -> list[Step]:
+    call = entry.call
+    where, mode = entry.place.where, options.logprobs_mode
+    steps = read_choices(call.response, call.request, where, failed=run.failed, logprobs_mode=mode)
+    for step in steps:
+        step.agent = call.agent
+        if step.policy_versions is None:
+            step.policy_version = call.policy_version
+    steps[-1].reward = call.reward
+    return steps
+
+
+def _texts(entries: Sequence[_Entry]) -> Sequence[Conversation | Completion]:
+    """Return the contexts of a session; the completions of prompts that are text without roles."""
+    calls, completions = list[Call](), list[Completion]()
+    for entry in entries:
+        where, sampling = entry.place.where, entry.call.request
+        bodies = decode_line(_BODIES_DECODER, entry.content, where)
+        if not isinstance(entry.call.response, Response):
+            joined = whole_response(entry.call.response, where)
+            if not joined.choices:  # a stream of another API
+                return []
+            bodies.response = msgspec.json.decode(msgspec.json.encode(joined))
+        prompt = prompt_of(bodies.request, f"{where}, request")
+        answers = answers_of(bodies.response, f"{where}, response")
+        if prompt is None:
+            return []
+        note(EMPTY, not answers)
+        facts: dict[str, Any] = {"agent": entry.call.agent, "temperature": sampling.temperature}
+        facts |= {"top_p": sampling.top_p, "stop_reason": _stop_reason(bodies.response)}
+        for answer in answers:
+            if prompt.is_plain and isinstance(bodies.request.get("prompt"), str):
+                texts = {"prompt": prompt.messages[0]["content"], "response": answer["content"]}
+                completions.append(Completion(source=where, **texts, **facts))
+            else:
+                facts |= {"prompt": prompt.messages, "tools": prompt.tools}
+                calls.append(Call(where=where, reply=answer, **facts))
+    kept = {(entry.call.reward, entry.call.policy_version) for entry in entries[:-1]}
+    note(LEFT_OUT, not kept <= {(None, None)})
+    return [*completions, *(conversations_of(calls) if calls else ())]
+
+
+def _stop_reason(response: Mapping[str, Any]) -> str | None:
+    first = (response.get("choices") or [response])[0]
+    found: str | None = (
+        first.get("finish_reason") or first.get("stop_reason") or first.get("status")
+    )
+    return found
 
 
 def _labels(entry: _Entry) -> dict[str, str]:
@@ -187,6 +267,17 @@ def _read(place: Place, session: str) -> _Entry:
         hint = "write the key `session` once per line"
         raise InputError("session_name", place.where, got, hint=hint)
     return _Entry(place, content, call)
+
+
+def _mapped(logged: mapped.Logged, paths: Mapping[str, str]) -> _Entry:
+    try:
+        call = decode_line(_DECODER, logged.content, logged.where)
+    except InputError as error:  # name the keys of the log, not those of a line
+        where = error.where
+        for name, path in paths.items():
+            where = where.replace(f"$.{name}", f"$.{path}")
+        raise error.at(where) from None
+    return _Entry(Place(Path(), logged.where), logged.content, call)
 
 
 def _order(session: str, entries: list[_Entry]) -> None:

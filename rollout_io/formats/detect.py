@@ -20,6 +20,7 @@ from rollout_io.dataset.opening import open_input, refuse_irregular
 from rollout_io.formats.base import Adapter
 from rollout_io.formats.contents import Coverage
 from rollout_io.formats.damage import damage_in
+from rollout_io.formats.own_logs import look
 from rollout_io.formats.parsing.jsonl import read_document, refuse_lfs_pointer
 from rollout_io.formats.refused import REFUSED
 from rollout_io.formats.start import Start
@@ -194,7 +195,17 @@ def explanation(name: str, path: Path, formats: Mapping[str, Adapter]) -> InputE
         damage = damage_in(name, path, formats_of) if path.is_file() else None
     except (OSError, RolloutError):
         damage = None
-    return explained(name, path) or _nearest(name, path, formats) or damage
+    return explained(name, path) or _mappable(name, path) or _nearest(name, path, formats) or damage
+
+
+def _mappable(name: str, path: Path) -> InputError | None:
+    """Return the error for a file with bodies of model calls, which `--map` can read."""
+    seen = look(Start(path))
+    if seen is None:
+        return None
+    got = f"the format is not recognized; it looks like {seen[0]}"
+    hint = f"pass --map {seen[1]}" if seen[1] else "log the requests too"
+    return InputError(RULE, name, got, hint=hint)
 
 
 def _nearest(name: str, path: Path, formats: Mapping[str, Adapter]) -> InputError | None:
@@ -214,7 +225,7 @@ def _nearest(name: str, path: Path, formats: Mapping[str, Adapter]) -> InputErro
     got += f" but {missing_key!r}"
     near = difflib.get_close_matches(missing_key, keys, 1)
     hint = f"did you mean {missing_key!r}, not {near[0]!r}?" if near else f"add {missing_key!r}"
-    hint += f" See docs/formats.md#{nearest}" if near else f": see docs/formats.md#{nearest}"
+    hint += f" See docs/formats/{nearest}.md" if near else f": see docs/formats/{nearest}.md"
     return InputError(RULE, name, got, "", hint)
 
 

@@ -1,7 +1,7 @@
 """Export to a Hugging Face dataset folder, for `datasets.load_dataset(folder)` and the Hub.
 
 `data/train-*.parquet` contain the complete logical table (layout `full`); README.md is the dataset
-card with the configuration, features and sizes that `datasets` 5.2.0 reads. Pictures are in
+card whose configuration, features and sizes `datasets` writes itself. Pictures are in
 `data.blobs/`.
 """
 
@@ -31,21 +31,17 @@ from rollout_io.formats.exporting import (
 )
 from schemas.columns import COLUMN_BY_NAME
 from schemas.errors import count
+from schemas.extras import requires_extra
 from schemas.metadata import DatasetMetadata
 from schemas.rules import RULES
 
-DATA_FILES = "data/*.parquet"
+with requires_extra("hf", "export --format hf"):
+    from datasets import DatasetInfo, Features
+    from datasets.info import DatasetInfosDict
+    from datasets.utils.metadata import MetadataConfigs
+    from huggingface_hub import DatasetCardData
 
-SIZES = {
-    10**3: "n<1K",
-    10**4: "1K<n<10K",
-    10**5: "10K<n<100K",
-    10**6: "100K<n<1M",
-    10**7: "1M<n<10M",
-    10**8: "10M<n<100M",
-    10**9: "100M<n<1B",
-}
-DTYPES = {"double": "float64", "float": "float32", "halffloat": "float16"}
+DATA_FILES = "data/*.parquet"
 
 ROW = """\
 A row is one sequence: the token ids of one call of a language model (its prompt and the response
@@ -104,7 +100,7 @@ def card(
     schema: pa.Schema, statistics: Statistics, num_bytes: int, metadata: DatasetMetadata
 ) -> str:
     """Return the text of README.md."""
-    front = "\n".join(_front(schema, statistics.num_rows, num_bytes))
+    front = _front(schema, statistics.num_rows, num_bytes)
     parts = [f"---\n{front}\n---", "# Rollouts", ROW]
     parts += ["## Numbers", "\n".join(f"- {line}" for line in statistics.lines())]
     parts += ["## Columns", "\n".join(_columns(schema))]
@@ -114,47 +110,16 @@ def card(
     return "\n\n".join(parts) + "\n"
 
 
-def _front(schema: pa.Schema, num_rows: int, num_bytes: int) -> Iterator[str]:
-    size = next((name for limit, name in SIZES.items() if num_rows < limit), "1B<n<10B")
-    yield from ("configs:", "- config_name: default", "  data_files:", "  - split: train")
-    yield from (f"    path: {DATA_FILES}", "dataset_info:", "  features:")
-    for f in schema:
-        yield from _feature(f, "  ")
-    yield from ("  splits:", "  - name: train", f"    num_bytes: {num_bytes}")
-    yield f"    num_examples: {num_rows}"
-    yield from (f"  dataset_size: {num_bytes}", "size_categories:", f"- {size}")
-    yield from ("tags:", "- reinforcement-learning", "- rollouts")
-
-
-def _feature(f: pa.Field, indent: str) -> Iterator[str]:
-    yield f"{indent}- name: {_scalar(f.name)}"
-    yield from _type(f.type, indent + "  ", "dtype", "struct")
-
-
-def _type(kind: pa.DataType, indent: str, leaf: str, struct: str) -> Iterator[str]:
-    """Yield the YAML lines for a type in the format of `datasets`, with nested lists and structs."""
-    if pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind):
-        if leaf == "list":
-            yield f"{indent}list:"
-            indent += "  "
-        yield from _type(kind.value_type, indent, "list", "list")
-        if pa.types.is_fixed_size_list(kind):
-            yield f"{indent}length: {kind.list_size}"
-    elif pa.types.is_struct(kind):
-        yield f"{indent}{struct}:"
-        for index in range(kind.num_fields):
-            yield from _feature(kind.field(index), indent)
-    else:
-        yield f"{indent}{leaf}: {_scalar(DTYPES.get(str(kind), str(kind)))}"
-
-
-def _scalar(text: str) -> str:
-    """Return a YAML scalar that every reader parses as a string."""
-    plain = re.fullmatch(r"[a-z_]*[a-z_][a-z0-9_]*", text) and text not in _YAML_WORDS
-    return text if plain else json.dumps(text)
-
-
-_YAML_WORDS = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}
+def _front(schema: pa.Schema, num_rows: int, num_bytes: int) -> str:
+    """Return the metadata of the card, which `datasets` writes."""
+    split = {"name": "train", "num_bytes": num_bytes, "num_examples": num_rows}
+    features = Features.from_arrow_schema(schema.remove_metadata())
+    info = DatasetInfo(features=features, splits=[split], dataset_size=num_bytes)
+    data = DatasetCardData(tags=["reinforcement-learning", "rollouts"])
+    DatasetInfosDict(default=info).to_dataset_card_data(data)
+    files = {"data_files": [{"split": "train", "path": DATA_FILES}]}
+    MetadataConfigs(default=files).to_dataset_card_data(data)
+    return str(data.to_yaml())
 
 
 def _columns(schema: pa.Schema) -> Iterator[str]:

@@ -85,7 +85,7 @@ def read(_: Logged, run: Run, __: Options) -> Trajectory:
         logged = decode_document(_LOGGED, read_record(place), where)
         prompt = prompt_of(msgspec.structs.asdict(logged), where)
         if prompt is None:
-            hint = "see docs/formats.md#openhands_llm for the fields of the format"
+            hint = "see docs/formats/openhands_llm.md for the fields of the format"
             raise InputError("record_type", where, "the log has no prompt", "messages", hint)
         answers = answers_of(logged.response, f"{where}, response") if logged.response else []
         sampling = logged.kwargs or _Sampling()

@@ -11,7 +11,8 @@ from filelock import FileLock
 
 import pipelines
 import rollout_io
-from rollout_io import Choices, convert
+from rollout_io import convert
+from rollout_io.conversion.settings import Keywords
 from tests.conftest import EXAMPLES
 from tests.helpers.browser_helpers import chromium, run_view, viewing
 from tests.helpers.configs import train_config
@@ -165,9 +166,9 @@ def made_once(tmp_path_factory, name, make):
 @pytest.fixture(scope="session")
 def shop(tmp_path_factory):
     """The shop example, converted."""
-    choices = Choices(rewards=str(EXAMPLES / "shop.rewards.jsonl"))
+    choices = Keywords(rewards=str(EXAMPLES / "shop.rewards.jsonl"))
     return made_once(
-        tmp_path_factory, "shop", lambda out: convert(EXAMPLES / "shop.calls.jsonl", out, choices)
+        tmp_path_factory, "shop", lambda out: convert(EXAMPLES / "shop.calls.jsonl", out, **choices)
     )
 
 

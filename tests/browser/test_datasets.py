@@ -7,7 +7,8 @@ import polars as pl
 import pytest
 
 from benchmarks.view import written
-from rollout_io import Choices, convert, scan
+from rollout_io import convert, scan
+from rollout_io.conversion.settings import Keywords
 from tests.browser.conftest import export, made_once, number, tab_at, viewer
 from tests.conftest import EXAMPLES, ROOT
 from tests.helpers.view_helpers import facts_of
@@ -58,12 +59,12 @@ def paths(request, smollm2_dir, tmp_path_factory):
 def converted(log, out, tokenizer):
     """Convert calls with their rewards, or messages with a tokenizer."""
     if log.name.endswith(".calls.jsonl"):
-        choices = Choices(rewards=str(log).replace(".calls.", ".rewards."))
+        choices = Keywords(rewards=str(log).replace(".calls.", ".rewards."))
     else:
-        choices = Choices(
+        choices = Keywords(
             tokenizer=str(tokenizer), chat_template="chatml_tools_thinking", on_error="skip"
         )
-    convert(log, out, choices)
+    convert(log, out, **choices)
 
 
 def chosen_in(path):

@@ -61,8 +61,9 @@ def test_the_readme_counts_the_invariants_right():
 
 
 def examples_of_formats(folder):
-    """Write the example lines of the page of formats as `NAME.jsonl`, and return its text."""
-    page = (ROOT / "docs" / "formats.md").read_text()
+    """Write the example lines of the pages of formats as `NAME.jsonl`, and return its text."""
+    pages = ("formats.md", "formats/calls.md")
+    page = "".join((ROOT / "docs" / name).read_text() for name in pages)
     blocks = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
     for name, block in zip(("attempts", "calls", "rewards"), blocks, strict=True):
         (folder / f"{name}.jsonl").write_text(" ".join(block.split()))

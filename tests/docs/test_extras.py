@@ -99,14 +99,14 @@ def test_verbs_of_the_first_row_need_no_extra(tmp_path):
     commands = [
         ["convert", "log.jsonl", "--rewards", rewards, "-o", "ds"],
         ["merge", "ds", "-o", "merged"],
-        ["unmerge", "merged", "-o", "steps"],
+        ["merge", "--undo", "merged", "-o", "steps"],
         ["filter", "ds", "--max-steps", "5", "-o", "few"],
         ["diff", "ds", "few"],
         ["rescore", "ds", "--reward", "builtins:id", "--name", "id"],
         *([verb, "ds"] for verb in ("validate", "inspect", "stats", "drift")),
-        *(["export", "ds", "--format", one, "-o", one] for one in ("skyrl", "trl", "verl", "hf")),
+        *(["export", "ds", "--format", one, "-o", one] for one in ("skyrl", "trl", "verl")),
         ["formats"],
-        ["templates"],
+        ["formats", "--templates"],
     ]
     assert {command[0] for command in commands} == set(named(ROWS["none"]))
     for command, (exit_code, said) in zip(

@@ -35,9 +35,7 @@ LAYOUTS = ("prefix", "full")
 def both(tmp_path_factory):
     """Merged calls of the shop with metrics and routes, in each layout."""
     rewards = str(EXAMPLES / "shop.rewards.jsonl")
-    steps = rollout_io.read_log(
-        [str(EXAMPLES / "shop.calls.jsonl")], rollout_io.Choices(rewards=rewards)
-    )
+    steps = rollout_io.read_log([str(EXAMPLES / "shop.calls.jsonl")], rewards=rewards)
     lengths = [
         len(prompt) + len(response)
         for prompt, response in zip(

@@ -5,15 +5,16 @@ import re
 import polars as pl
 
 import pipelines
-from rollout_io import Choices, convert
+from rollout_io import convert
+from rollout_io.conversion.settings import Keywords
 from tests.conftest import EXAMPLES, ROOT
 
 CODE = re.findall(r"```python\n(.*?)```", (ROOT / "docs/recipes.md").read_text(), re.DOTALL)
 
 
 def test_every_recipe_answers_about_real_sessions(tmp_path, monkeypatch, smollm2_dir, capsys):
-    choices = Choices(tokenizer=str(smollm2_dir), chat_template="chatml_tools_thinking")
-    convert([str(EXAMPLES / "claude_code")], tmp_path / "runs" / "agents", choices)
+    choices = Keywords(tokenizer=str(smollm2_dir), chat_template="chatml_tools_thinking")
+    convert([str(EXAMPLES / "claude_code")], tmp_path / "runs" / "agents", **choices)
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     shown = []

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pyarrow as pa
 
 import rollout_io
-from rollout_io.conversion.driver import Choices, Conversion, convert
+from rollout_io.conversion.driver import Conversion, Keywords, convert
 from rollout_io.conversion.inputs import open_inputs
 from rollout_io.conversion.opened_logs import Log, Opened
 from rollout_io.conversion.plan import Plan, plan
@@ -25,13 +25,13 @@ def convert_with(
     adapter: Adapter, paths: Iterable[Path], tmp_path: Path, **choices: Any
 ) -> tuple[Conversion, pa.Table]:
     """What became of a conversion, and its rows."""
-    out, spool, chosen = tmp_path / "ds", tmp_path / "spool", Choices(**choices)
+    out, spool, chosen = tmp_path / "ds", tmp_path / "spool", Keywords(**choices)
     inputs, _ = open_inputs(
         [str(p) for p in paths], spool, lambda p: ["tried"] * adapter.recognizes(Start(p))
     )
     opened = Opened([Log("tried", adapter, inputs)])
     with patch("rollout_io.conversion.driver.open_log", lambda *_, **__: opened):
-        conversion = convert(["tried"], out, chosen)
+        conversion = convert(["tried"], out, **chosen)
     return conversion, rollout_io.read(out)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import rollout_io
-from rollout_io import Choices, convert
+from rollout_io import convert
 from schemas.errors import RolloutError
 from tests.conftest import EXAMPLES, ROOT
 
@@ -58,7 +58,7 @@ def rejected_of(out):
 
 def table_of(*inputs, out, **choices):
     """The rows without the places they are from."""
-    convert(inputs, out, Choices(format="calls", **choices))
+    convert(inputs, out, format="calls", **choices)
     table = rollout_io.read(out)
     return table.drop_columns("source").replace_schema_metadata(None)
 

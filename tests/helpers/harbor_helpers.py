@@ -8,7 +8,8 @@ import polars as pl
 import pyarrow as pa
 import pytest
 
-from rollout_io import Choices, read_log
+from rollout_io import read_log
+from rollout_io.conversion.settings import Keywords
 from schemas import check
 from schemas.columns import metrics_dict
 from schemas.errors import RolloutError
@@ -70,8 +71,8 @@ def write_trial(job: Path, record: Record, trajectory: Record | None = None) -> 
 
 
 def read_harbor(paths, rewards=None, **options) -> pa.Table:
-    choices = Choices(format="harbor", rewards=rewards and str(rewards), **options)
-    return read_log(paths, choices)
+    choices = Keywords(format="harbor", rewards=rewards and str(rewards), **options)
+    return read_log(paths, **choices)
 
 
 def convert(*paths: Path, rewards: Path | None = None, **options: str) -> pl.DataFrame:

@@ -12,7 +12,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from pipelines.merging.merge import merge_table
-from rollout_io import Choices, convert, read_metadata
+from rollout_io import convert, read_metadata
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.rewriting import rewrite
 
@@ -49,7 +49,7 @@ def main():
     threading.Thread(
         target=kill_who_writes, args=(f"{out}/converted", killed, 2), daemon=True
     ).start()
-    convert(log, f"{out}/converted", Choices(), workers=ON_RAY, chunk_bytes=int(chunk_bytes))
+    convert(log, f"{out}/converted", workers=ON_RAY, chunk_bytes=int(chunk_bytes))
     told["killed"] = killed
     metadata = read_metadata(f"{out}/converted").made("merge", parents=["ds"], rule="lineage")
     rewrite(

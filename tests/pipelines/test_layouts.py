@@ -16,9 +16,11 @@ def dataset(request, shop_dataset, tmp_path):
 
 @pytest.mark.slow
 def test_verbs_keep_the_layout_of_their_input_unless_they_are_given_one(dataset, tmp_path):
-    verbs = {"filter": ["--drop-failed"], "merge": [], "unmerge": []}
-    for verb, options in verbs.items():
-        kept, other = tmp_path / verb, tmp_path / f"{verb}_other"
+    verbs = {"filter": ["--drop-failed"], "merge": [], "merge --undo": []}
+    for name, options in verbs.items():
+        kept, other = tmp_path / name, tmp_path / f"{name}_other"
+        verb, *more = name.split()
+        options = [*more, *options]
         assert run([verb, str(dataset), *options, "--out", str(kept)]) == 0
         assert read_layout(kept) == read_layout(dataset)
         layout = {"prefix": "full", "full": "prefix"}[read_layout(dataset)]

@@ -8,7 +8,7 @@ import pytest
 
 import rollout_io
 from pipelines import merge, unmerge
-from rollout_io import Choices, read_log
+from rollout_io import read_log
 from schemas import check
 from schemas.columns import metrics_dict
 from tests.conftest import ROOT
@@ -31,7 +31,7 @@ def logged_calls(result):
 
 
 def harbor_rows(**options):
-    return read_log([JOB], Choices(**options)).to_pylist()
+    return read_log([JOB], **options).to_pylist()
 
 
 def test_every_call_of_a_real_harbor_job_is_a_row_and_no_call_is_two():
@@ -102,7 +102,7 @@ def test_merging_a_real_generator_output_is_what_skyrls_own_merge_makes_of_it():
     ["verifiers/eval/traces.jsonl", "verifiers/train/traces.jsonl", "rllm/eval_results"],
 )
 def test_what_peers_wrote_breaks_no_invariant_and_merges_back_and_forth(path):
-    table = read_log([PEERS / path], Choices(on_error="fail"))
+    table = read_log([PEERS / path], on_error="fail")
     assert check(table).filter(pl.col("severity") == "error").is_empty()
     back = unmerge(merge(table)).collect()
     for name in ("trajectory_id", "step_index", "prompt_token_ids", "response_ids"):

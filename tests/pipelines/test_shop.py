@@ -49,7 +49,7 @@ def test_merging_the_real_calls_gives_the_known_numbers_and_unmerging_the_steps(
         "num_tokens_after": num_tokens,
     }
     assert run(["validate", str(merged)]) == 0
-    assert run(["unmerge", str(merged), "--out", str(steps)]) == 0
+    assert run(["merge", "--undo", str(merged), "--out", str(steps)]) == 0
     back, given = rollout_io.read(steps), rollout_io.read(shop_dataset)
     assert back.select(given.column_names).to_pylist() == given.to_pylist()
 

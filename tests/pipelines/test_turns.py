@@ -6,7 +6,8 @@ import polars as pl
 
 import pipelines
 from pipelines.merging.merge import merge
-from rollout_io import Choices, read_log, scan
+from rollout_io import read_log, scan
+from rollout_io.conversion.settings import Keywords
 from tests.conftest import EXAMPLES
 from tests.helpers.filter_helpers import table
 
@@ -42,8 +43,8 @@ def test_every_message_is_listed_once_with_its_step_and_its_tokens():
 
 
 def test_the_answers_of_a_conversation_have_the_tokens_of_their_segments(smollm2_dir):
-    choices = Choices(tokenizer=str(smollm2_dir), chat_template="chatml_tools_thinking")
-    rows = read_log([str(EXAMPLES / "claude_code")], choices)
+    choices = Keywords(tokenizer=str(smollm2_dir), chat_template="chatml_tools_thinking")
+    rows = read_log([str(EXAMPLES / "claude_code")], **choices)
     lines = pipelines.messages(rows).collect()
     sampled = lines.filter(pl.col("start").is_not_null())
     assert (sampled["role"] == "assistant").all()

@@ -1,6 +1,6 @@
 """Logs: what an engine sampled is what a row has, and nothing is dropped unsaid.
 
-The page: docs/formats.md.
+The page: docs/formats/common.md.
 """
 
 import json
@@ -9,6 +9,7 @@ import pytest
 
 import rollout_io
 from rollout_io.cli.main import run
+from rollout_io.conversion.settings import Keywords
 from tests.conftest import ROOT
 
 SHOP = ROOT / "examples" / "shop.calls.jsonl"
@@ -43,8 +44,8 @@ def test_every_call_is_a_row_or_a_rejected_record(tmp_path):
     records = calls()
     records[3]["response"]["choices"][0]["token_ids"] = ["no id"]
     log = saved(tmp_path / "a.jsonl", records)
-    choices = rollout_io.Choices(on_error="skip", rewards=str(REWARDS))
-    rollout_io.convert(log, tmp_path / "ds", choices)
+    choices = Keywords(on_error="skip", rewards=str(REWARDS))
+    rollout_io.convert(log, tmp_path / "ds", **choices)
     rejected = (tmp_path / "ds.rejected.jsonl").read_text().splitlines()
     assert rollout_io.read(tmp_path / "ds").num_rows + len(rejected) == len(records)
 
@@ -61,7 +62,7 @@ def test_ids_that_contradict_the_logged_text_are_refused(tmp_path):
 def test_a_second_conversion_gives_the_same_rows(tmp_path):
     tables = []
     for name in ("one", "two"):
-        rollout_io.convert(SHOP, tmp_path / name, rollout_io.Choices(rewards=str(REWARDS)))
+        rollout_io.convert(SHOP, tmp_path / name, rewards=str(REWARDS))
         tables.append(rollout_io.read(tmp_path / name))
     assert tables[0].equals(tables[1])
 
@@ -77,15 +78,15 @@ def test_several_workers_write_what_one_writes(tmp_path):
 def test_what_the_log_holds_beside_what_is_read_is_named(tmp_path, smollm2_dir):
     records = [{"messages": CHAT, "reward": 1.0}, {"messages": CHAT, "footnote": "Be kind."}]
     log = saved(tmp_path / "a.jsonl", records)
-    choices = rollout_io.Choices(tokenizer=str(smollm2_dir), strict=True, on_error="skip")
-    rollout_io.convert(log, tmp_path / "ds", choices)
+    choices = Keywords(tokenizer=str(smollm2_dir), strict=True, on_error="skip")
+    rollout_io.convert(log, tmp_path / "ds", **choices)
     (rejected,) = (tmp_path / "ds.rejected.jsonl").read_text().splitlines()
     assert "footnote" in rejected
 
 
 def test_text_that_was_tokenized_again_says_so(tmp_path, smollm2_dir):
     log = saved(tmp_path / "a.jsonl", [{"messages": CHAT, "reward": 1.0}])
-    rollout_io.convert(log, tmp_path / "ds", rollout_io.Choices(tokenizer=str(smollm2_dir)))
+    rollout_io.convert(log, tmp_path / "ds", tokenizer=str(smollm2_dir))
     assert {*rollout_io.read(tmp_path / "ds")["token_source"].to_pylist()} == {"retokenized"}
 
 

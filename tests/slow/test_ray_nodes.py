@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from pipelines.merging.merge import merge_table
-from rollout_io import Choices, convert, read_metadata
+from rollout_io import convert, read_metadata
 from rollout_io.dataset.rewriting import rewrite
 from tests.conftest import ROOT
 from tests.helpers.conversion_helpers import files_in
@@ -21,7 +21,7 @@ CHUNK_BYTES = 4_000_000
 def test_two_nodes_with_killed_workers_write_what_this_process_writes(tmp_path):
     pytest.importorskip("ray")
     log = write_log(tmp_path / "calls.jsonl", 40_000_000)
-    convert(log, tmp_path / "one" / "converted", Choices(), chunk_bytes=CHUNK_BYTES)
+    convert(log, tmp_path / "one" / "converted", chunk_bytes=CHUNK_BYTES)
     metadata = read_metadata(tmp_path / "one" / "converted")
     made = metadata.made("merge", parents=["ds"], rule="lineage")
     paths = (str(tmp_path / "one" / name) for name in ("converted", "merged"))

@@ -13,8 +13,8 @@ import pytest
 import pipelines
 import rollout_io
 from pipelines.merging.merge import merge_table, unmerge_table
-from rollout_io import Choices
 from rollout_io.cli.main import run
+from rollout_io.conversion.settings import Keywords
 from rollout_io.redaction.redact import Findings, redact
 from rollout_io.redaction.scanner import Rules
 from tests.conftest import ROOT
@@ -123,8 +123,8 @@ def test_planted_secrets_of_all_formats_are_gone(tmp_path, tokenizer, smollm2_di
         (path / file).write_bytes(content if isinstance(content, bytes) else content.encode())
         template = None if name == "calls" else "chatml_tools_thinking"
         given = {"tokenizer": str(smollm2_dir), "chat_template": template}
-        choices = Choices(format=name.split(",")[0], **given)
-        rollout_io.convert([path / file], raw, choices)
+        choices = Keywords(format=name.split(",")[0], **given)
+        rollout_io.convert([path / file], raw, **choices)
         before = everything(raw, tokenizer)
         there = [(kind, secret) for kind, secret in own[name] if core(secret) in before]
         assert len(there) > 0.6 * len(own[name]), name
@@ -141,7 +141,7 @@ def test_planted_secrets_of_all_formats_are_gone(tmp_path, tokenizer, smollm2_di
 def test_redaction_and_merging_commute(tmp_path, tokenizer, smollm2_dir):
     (tmp_path / "a.jsonl").write_text(calls_log(secrets(60), tokenizer, random.Random(2)))
     raw, clean = tmp_path / "raw", tmp_path / "clean"
-    rollout_io.convert([tmp_path / "a.jsonl"], raw, Choices(tokenizer=str(smollm2_dir)))
+    rollout_io.convert([tmp_path / "a.jsonl"], raw, tokenizer=str(smollm2_dir))
     redact(str(raw), str(clean), RULES, tokenizer=str(smollm2_dir))
     steps, table = rollout_io.read(clean), rollout_io.read(raw)
     merged = merge_table(steps)

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from rollout_io import Choices, convert
+from rollout_io import convert
 from tests.conftest import EXAMPLES, ROOT
 
 
@@ -19,7 +19,7 @@ def test_skyrl_checks_merges_and_trains_outputs_of_ours_unchanged(tmp_path, smol
         pytest.skip(f"no {name}: run `make test-skyrl`")
     shop = str(tmp_path / "shop")
     rewards = str(EXAMPLES / "shop.rewards.jsonl")
-    convert([EXAMPLES / "shop.calls.jsonl"], shop, Choices(format="calls", rewards=rewards))
+    convert([EXAMPLES / "shop.calls.jsonl"], shop, format="calls", rewards=rewards)
     done = subprocess.run(
         [str(python), "-W", "ignore", "-m", "tests.helpers.skyrl_peer", shop],
         cwd=ROOT,

@@ -82,7 +82,7 @@ def _other_template(path: str, fingerprint: str | None, *, is_chosen: bool) -> R
     name = next(
         (n for n in TEMPLATES if template_fingerprint(find_template(n)) == fingerprint), None
     )
-    file = f'"$(rollouts templates {name})"' if name else "TEMPLATE"
+    file = f'"$(rollouts formats --templates {name})"' if name else "TEMPLATE"
     text = (
         f"the chat template of the dataset's prompts{f' ({name})' if name else ''} differs from the"
         f" template of {path}: prompts at inference will differ from prompts in training"

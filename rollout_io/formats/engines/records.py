@@ -50,7 +50,7 @@ from rollout_io.formats.parsing.messages import by_marks
 from rollout_io.formats.start import Start
 from schemas.errors import InputError, RolloutError
 
-_WHOLE = "document"
+WHOLE = "document"
 """Part of the place of a record that is a whole file, whose damage is that of a document.
 
 So is the damage of a member of an archive, whose part is its name.
@@ -203,9 +203,9 @@ class Records(Grammar):
         place, content = record = record._replace(content=self.plain(record.content))
         try:
             refuse_lfs_pointer(content, place.where)
-            if place.part != _WHOLE:  # a document is refused where it is decoded
+            if place.part != WHOLE:  # a document is refused where it is decoded
                 refuse_not_utf8(content, place.where)
-            if place.part == _WHOLE or self.is_unique:
+            if place.part == WHOLE or self.is_unique:
                 refuse_repeated(content.strip(), place.where, first)
             with contained(place.where):
                 elements = [*elements_of(record, self.elements, self.is_list)]
@@ -238,7 +238,7 @@ class Records(Grammar):
                 any error of the format.
         """
         for place in reversed(run.places):
-            record, content = self._decoded(Record(place, self.plain(_content(place))))
+            record, content = self._decoded(Record(place, self.plain(content_of(place))))
             account(self.contents, content)
         trajectory = self.read(record, run, options)
         trajectory.steps = [each for step in trajectory.steps for each in by_marks(step)]
@@ -265,12 +265,13 @@ def records_of(
     elif is_whole(Start(log.path)):
         content = without_lone_surrogates(read_input(log.path))
         progress(len(content))
-        yield Record(Place(log.path, log.name, 0, len(content), _WHOLE), content)
+        yield Record(Place(log.path, log.name, 0, len(content), WHOLE), content)
     else:
         yield from (Record(place, content) for place, content in lines_of([log], progress))
 
 
-def _content(place: Place) -> bytes:
+def content_of(place: Place) -> bytes:
+    """Return the JSON of a record at its place."""
     if place.offset is not None:
         return read_record(place)
     return read_place(place) if isinstance(place.part, str) else read_row(place)
@@ -295,7 +296,7 @@ def elements_of(
     elif name:
         parts = decode(_document_with(name), content, place.where).elements
     has_runs = any(bytes(part)[:1] in {b"{", b"["} for part in parts or ())
-    if parts is None or not (has_runs or (place.part == _WHOLE and not parts)):
+    if parts is None or not (has_runs or (place.part == WHOLE and not parts)):
         yield record  # a list of numbers or texts has no runs, and an empty line is no empty file
         return
     places = parts_of(place, content, "" if start == b"[" else name or "", parts)

@@ -172,10 +172,7 @@ def ids_of(choice: Choice, where: str) -> bytes:
 
 
 _NULL = b"null"
-_LOG = (
-    "log the engine's chat completions with `return_token_ids` (vLLM); without token ids, convert "
-)
-_LOG += "the text as `openai_messages`"
+_LOG = "log the engine's chat completions with `return_token_ids` (vLLM)"
 _SGLANG = "write `response_token_ids` as `choices[i].token_ids`, and the log-probabilities as "
 _SGLANG += "`choices[i].logprobs.content[j].logprob`"
 _GENERATE = "use SGLang's chat completions, or write `output_ids` as `choices[0].token_ids`, the "
@@ -210,9 +207,9 @@ def other_api(response: Response, where: str) -> InputError | None:
         api = _MESSAGES
     if api is None:
         return None
-    got = f"the response is of {api}, which the format `calls` does not read"
+    got, expected = f"a response of {api}", "a chat or text completion with token ids"
     hint = _GENERATE if api == _SGLANG_API else _LOG
-    return InputError("other_api", where, got, "a chat or text completion", hint)
+    return InputError("other_api", where, got, expected, hint)
 
 
 def sglang(choice: Choice, where: str) -> InputError | None:

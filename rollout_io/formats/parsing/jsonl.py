@@ -40,12 +40,12 @@ class WrongType(InputError):
     """A field is missing or has the wrong type; the documentation lists the fields of the format."""
 
     def of(self, format_name: str) -> Self:
-        """Return the error with a hint to the section of a format."""
-        return self.at(self.where, _fields_hint(f"#{format_name}"))
+        """Return the error with a hint to the page of a format."""
+        return self.at(self.where, _fields_hint(f"/{format_name}"))
 
 
-def _fields_hint(section: str = "") -> str:
-    return f"see docs/formats.md{section} for the fields of the format"
+def _fields_hint(page: str = "") -> str:
+    return f"see docs/formats{page}.md for the fields of the format"
 
 
 SURROGATES = "runs with lone surrogates (halves of a character), each read as U+FFFD"

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelines.harness.launchers import outcome_of
-from rollout_io import Choices, read_log
+from rollout_io import read_log
 from tests.helpers.fake_engine import FakeEngine, answer, event, running
 from tests.helpers.harness_helpers import Scripted
 from tests.helpers.recorder_helpers import CHAT, TEXT, recording, rows
@@ -174,7 +174,7 @@ def test_a_logged_call_has_its_sets_if_it_lists_every_kept_token(
     request = {"top_k": 20} | ({"messages": []} if is_chat else {"prompt": "x"})
     log = folder / "a.calls.jsonl"
     log.write_text(json.dumps({"session": "a/0", "request": request, "response": made}) + "\n")
-    (row,) = read_log([log], Choices(format="calls", logprobs_mode="processed")).to_pylist()
+    (row,) = read_log([log], format="calls", logprobs_mode="processed").to_pylist()
     sampled = [set() if is_chat else {kept[-1]} for kept in sets]  # text lists it anyway
     listed = [{*dict(entries(kept, num)), *own} for kept, own in zip(sets, sampled, strict=True)]
     is_whole = all(set(kept) <= tokens for kept, tokens in zip(sets, listed, strict=True))
@@ -192,7 +192,7 @@ def test_likely_tokens_that_cannot_be_read_give_no_sets(tmp_path, top):
     call = {"session": "a/0", "request": {"messages": [], "top_k": 3}, "response": made}
     log = tmp_path / "a.calls.jsonl"
     log.write_text(json.dumps(call) + "\n")
-    (row,) = read_log([log], Choices(format="calls", logprobs_mode="processed")).to_pylist()
+    (row,) = read_log([log], format="calls", logprobs_mode="processed").to_pylist()
     assert row.get("sampling_support") is None
     assert row["response_ids"] == [5]
 
@@ -205,5 +205,5 @@ def test_sets_need_processed_log_probabilities_unless_the_log_names_them(tmp_pat
     calls[1]["response"]["choices"][0]["sampling_support"] = [[4, 6]]
     log = tmp_path / "a.calls.jsonl"
     log.write_text("".join(json.dumps(call) + "\n" for call in calls))
-    table = read_log([log], Choices(format="calls", logprobs_mode=mode))
+    table = read_log([log], format="calls", logprobs_mode=mode)
     assert table.column("sampling_support").to_pylist() == [None, [[4, 6]]]

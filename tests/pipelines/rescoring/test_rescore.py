@@ -357,9 +357,7 @@ def test_an_environment_is_not_given_merged_rows_as_single_responses(shop_datase
     scorer = Scorer(function="own_rewards:Checks", tasks=str(tasks))
     found = rescore(str(tmp_path / "ds"), "checks", scorer)
     assert found.num_errors > 0
-    assert any(
-        "run `rollouts unmerge` first" in reason or "merged" in reason for reason in found.errors
-    )
+    assert any("`rollouts merge --undo`" in reason or "merged" in reason for reason in found.errors)
 
 
 def test_a_response_without_a_logged_text_is_decoded(shop_dataset, smollm2_dir):

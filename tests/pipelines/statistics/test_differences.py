@@ -499,3 +499,15 @@ def test_splits_in_blocks_are_those_of_one_block(monkeypatch, num):
     assert max(sizes) * 2 * num <= 7 * num
     assert permutation_test(first, second) == whole
     assert 0 < whole < 1
+
+
+def test_two_runs_of_training_name_the_verbs_that_compare_them(tmp_path, capsys):
+    runs = [tmp_path / "a", tmp_path / "b c"]
+    for path in runs:
+        path.mkdir()
+        (path / "metrics.jsonl").write_text("{}\n")
+    assert run(["diff", *map(str, runs)]) == 1
+    said = capsys.readouterr().err
+    for verb in ("plot", "view"):
+        assert f"`rollouts {verb} {runs[0]} '{runs[1]}'`" in said
+    assert "[dataset_exists]" in said

@@ -14,7 +14,7 @@ from pipelines.view import log_index
 from pipelines.view.log_index import Job, Part, Whole, index_logs
 from pipelines.view.path_kinds import kind_of_path
 from pipelines.view.sources import Sources
-from rollout_io import Choices, convert, scan
+from rollout_io import convert, scan
 from schemas.errors import RolloutError
 from tests.conftest import EXAMPLES
 from tests.helpers.log_view_helpers import different_texts, log_of
@@ -233,7 +233,7 @@ def test_two_logs_are_compared_by_task(tmp_path):
 @pytest.mark.slow  # loads Transformers
 def test_a_tokenizer_adds_the_tokens_of_a_conversion(tmp_path, smollm2_dir):
     write_chats(tmp_path / "door.jsonl", CHAT[:1] + CHAT[-1:])
-    convert(tmp_path / "door.jsonl", tmp_path / "ds", Choices(tokenizer=str(smollm2_dir)))
+    convert(tmp_path / "door.jsonl", tmp_path / "ds", tokenizer=str(smollm2_dir))
     (row,) = scan(tmp_path / "ds").collect().to_dicts()
     ask = Asked(tmp_path / "door.jsonl", tokenizer=str(smollm2_dir))
     found = ask("/api/datasets/d0/tokens", trajectory_id=row["trajectory_id"], step_index=0)

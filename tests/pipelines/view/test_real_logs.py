@@ -4,7 +4,8 @@ import runpy
 
 import pytest
 
-from rollout_io import Choices, convert, scan
+from rollout_io import convert, scan
+from rollout_io.conversion.settings import Keywords
 from schemas.errors import RolloutError
 from tests.conftest import ROOT
 from tests.helpers.log_view_helpers import different_texts, log_of
@@ -31,8 +32,8 @@ def converted(request, harness_logs, smollm2_dir, tmp_path_factory):
         pytest.skip(f"no {path}")
     out = tmp_path_factory.mktemp("real") / "ds"
     tokenizer, template = str(smollm2_dir), "chatml_tools_thinking"
-    text = Choices(tokenizer=tokenizer, chat_template=template, on_error="skip")
-    convert(path, out, text if is_text else Choices())
+    text = Keywords(tokenizer=tokenizer, chat_template=template, on_error="skip")
+    convert(path, out, **text if is_text else Keywords())
     return request.param, out, Asked(out, tokenizer=tokenizer)
 
 
@@ -75,14 +76,14 @@ def test_every_log_opens_unconverted_with_the_messages_of_a_conversion(
     root = harness_logs.parent / folder
     if not root.is_dir():
         pytest.skip(f"no {root}")
-    choices = Choices(
+    choices = Keywords(
         tokenizer=str(smollm2_dir), chat_template="chatml_tools_thinking", on_error="skip"
     )
     formats, files_in = set(), runpy.run_path(str(ROOT / "docs" / "real_logs.py"))["files_in"]
     for number, path in enumerate(files_in(root)):
         out = tmp_path / str(number)
         try:
-            convert(path, out, choices)
+            convert(path, out, **choices)
         except RolloutError:
             continue
         ask = Asked(path)

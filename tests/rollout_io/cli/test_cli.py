@@ -79,7 +79,7 @@ def test_convert_and_drift_leave_pandas_alone_and_usable(tmp_path: Path) -> None
 
 
 def test_help_of_a_verb_ends_with_an_example(capsys: Capture) -> None:
-    for verb in ("convert", "validate", "stats", "filter", "merge", "unmerge", "drift", "export"):
+    for verb in ("convert", "validate", "stats", "filter", "merge", "drift", "export"):
         assert run([verb, "--help"]) == 0
         assert f"  rollouts {verb} " in capsys.readouterr().out
 

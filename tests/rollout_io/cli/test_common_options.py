@@ -14,7 +14,7 @@ from rollout_io.terminal import is_quiet
 from tests.conftest import EXAMPLES
 
 SHOP = str(EXAMPLES / "shop.calls.jsonl")
-WITHOUT_OUT = {"formats", "templates", "validate", "inspect", "stats", "drift", "rescore", "diff"}
+WITHOUT_OUT = {"formats", "validate", "inspect", "stats", "drift", "rescore", "diff"}
 
 
 @pytest.mark.parametrize("verb", sorted(entry.name for entry in plugins(GROUP)))

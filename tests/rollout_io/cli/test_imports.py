@@ -30,7 +30,7 @@ DATASET_VERBS = {
     "drift": [],
     **{
         f"export {name}": ["--format", name, "--out", "OUT"]
-        for name in ("skyrl", "trl", "verl", "hf", "parquet", "sft", "sft_tokens", "dpo", "kto")
+        for name in ("skyrl", "trl", "verl", "parquet", "sft", "sft_tokens", "dpo", "kto")
     },
 }
 
@@ -70,7 +70,7 @@ def test_a_verb_on_a_dataset_imports_no_heavy_library(name, shop, tmp_path):
 def test_unmerge_imports_no_heavy_library(shop, tmp_path):
     merged = str(tmp_path / "merged")
     assert run(["merge", shop, "--out", merged]) == 0
-    assert imported(["unmerge", merged, "--out", str(tmp_path / "out")], HEAVY) == "[]"
+    assert imported(["merge", "--undo", merged, "--out", str(tmp_path / "out")], HEAVY) == "[]"
 
 
 @pytest.mark.slow

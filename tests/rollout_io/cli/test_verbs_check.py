@@ -27,7 +27,7 @@ MODEL = tempfile.TemporaryDirectory()
 ERRORS = [name for name, rule in RULES.items() if rule.severity == "error"]
 WRITING = {
     "merge": ["--out"],
-    "unmerge": ["--out"],
+    "merge-undo": ["--undo", "--out"],
     "filter": ["--drop-unknown", "--out"],
     "export-skyrl": ["--format", "skyrl", "--out"],
     "export-trl": ["--format", "trl", "--out"],
@@ -46,7 +46,7 @@ READING = {
     "inspect": ["--limit", "1000"],
     "filter": ["--drop-unknown", "--dry-run"],
 }
-PARALLEL = ("merge", "unmerge", "validate", "stats", "drift")
+PARALLEL = ("merge", "merge-undo", "validate", "stats", "drift")
 
 relaxed = settings(
     deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate]

@@ -83,10 +83,24 @@ COMMANDS = [
     ("convert LOG -o new --rewards nowhere", 1, "input_file", ["nowhere", "check the path"]),
     ("formats nowhere", 1, "input_file", ["nowhere", "check the path"]),
     ("stats DS --model empty", 1, "input_file", ["empty/config.json", "--params"]),
-    # formats, templates, tokenizers
+    ("merge DS --undo --rule lineage -o new", 2, "usage", ["--undo", "leave out --rule"]),
+    ("convert LOG -o new --map request", 2, "usage", ["'request' is not FIELD=PATH"]),
+    ("convert LOG -o new --map reply=a", 1, "choices", ["'reply'", "response"]),
+    (
+        "convert LOG -o new --map response=answer",
+        1,
+        "mapped_keys",
+        ["no record has `answer`, only session", "response=PATH"],
+    ),
+    # formats, chat templates, tokenizers
     ("convert LOG -o new --format cals", 1, "known_format", ["cals", "use --format calls"]),
     ("export DS --format skryl -o new", 2, "usage", ["'skryl'", "did you mean --format skyrl?"]),
-    ("templates chatm", 1, "chat_template", ["chatm", "did you mean chatml_tools_thinking?"]),
+    (
+        "formats --templates chatm",
+        1,
+        "chat_template",
+        ["chatm", "did you mean chatml_tools_thinking?"],
+    ),
     ("convert LOG -o new --chat-template x", 1, "tokenizer", ["needs a tokenizer", "--tokenizer"]),
     ("convert LOG -o new --tokenizer nowhere", 1, "tokenizer", ["nowhere", "hf download"]),
     ("inspect DS --tokenizer nowhere", 1, "tokenizer", ["nowhere", "hf download"]),

@@ -7,9 +7,9 @@ import torch
 
 import rollout_io
 from pipelines.drift_diagnosis.readers import read_messages
-from rollout_io import Choices
 from rollout_io.cli.main import run
 from rollout_io.cli.trajectory_text import view_trajectory
+from rollout_io.conversion.settings import Keywords
 from rollout_io.formats import slime_export
 from schemas.messages import sent_messages
 from tests.helpers.adapter_helpers import write_lines
@@ -36,8 +36,8 @@ def dataset(tmp_path, smollm2_dir):
         {"messages": [*CHAT, {"role": "user", "content": "Bye."}], "reward": 1.0},
         {"messages": CHAT[:2] + CHAT[4:5], "reward": 0.0},
     )
-    choices = Choices(tokenizer=str(smollm2_dir), chat_template="chatml_tools_thinking")
-    rollout_io.convert([log], tmp_path / "ds", choices)
+    choices = Keywords(tokenizer=str(smollm2_dir), chat_template="chatml_tools_thinking")
+    rollout_io.convert([log], tmp_path / "ds", **choices)
     return tmp_path / "ds"
 
 
@@ -62,7 +62,7 @@ def test_the_prompt_of_a_chat_is_what_precedes_its_first_answer(dataset):
 def test_the_chat_survives_every_verb(dataset, layout, tmp_path):
     merged, again, kept = (str(tmp_path / name) for name in ("merged", "again", "kept"))
     assert run(["merge", str(dataset), "--out", merged, "--layout", layout]) == 0
-    assert run(["unmerge", merged, "--out", again]) == 0
+    assert run(["merge", "--undo", merged, "--out", again]) == 0
     assert run(["filter", again, "--where", "return > 0", "--out", kept]) == 0
     assert run(["validate", kept]) == 0
     assert chats(merged) == chats(again) == chats(dataset)

@@ -146,7 +146,7 @@ def test_a_line_that_lacks_one_key_leads_to_its_format(
         message = refused(capsys, Path("log.jsonl"))
         assert f"the first line has all keys of the format {name} but '{key}'. [known" in message
         hint = f"did you mean '{key}', not '{misspelt}'? See" if misspelt else f"add '{key}': see"
-        assert f"Hint: {hint} docs/formats.md#{name}" in message
+        assert f"Hint: {hint} docs/formats/{name}.md" in message
     Path("log.jsonl").write_text(json.dumps(line) + "\n")
     assert find_adapter(name).recognizes(Start(Path("log.jsonl")))
 

@@ -12,9 +12,10 @@ import pyarrow as pa
 import pytest
 
 import rollout_io
-from rollout_io import Choices, convert
+from rollout_io import convert
 from rollout_io.cli.main import run
 from rollout_io.conversion.plan import chunk_size, size_of
+from rollout_io.conversion.settings import Keywords
 from rollout_io.formats.base import Input
 from schemas import check
 from tests.conftest import ROOT
@@ -38,10 +39,10 @@ def wanted(tmp_path_factory):
 
 @pytest.mark.slow
 def test_one_process_and_two_write_the_same_bytes(tmp_path):
-    choices = Choices(rewards=str(REWARDS))
+    choices = Keywords(rewards=str(REWARDS))
     for workers in (1, 2):
         out = tmp_path / str(workers)
-        convert([SHOP], out, choices, workers=workers, chunk_bytes=SMALL_CHUNKS)
+        convert([SHOP], out, **choices, workers=workers, chunk_bytes=SMALL_CHUNKS)
     one, two = files_in(tmp_path / "1"), files_in(tmp_path / "2")
     assert len([name for name in one if name.endswith(".parquet")]) > 3
     assert one == two
@@ -50,12 +51,14 @@ def test_one_process_and_two_write_the_same_bytes(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk_bytes", [1, 50_000, 700_000])
 def test_the_size_of_chunks_changes_files_but_not_the_table(chunk_bytes, tmp_path):
-    choices = Choices(rewards=str(REWARDS))
-    convert([SHOP], tmp_path / "whole", choices)
-    done = convert([SHOP], tmp_path / "cut", choices, chunk_bytes=chunk_bytes)
+    choices = Keywords(rewards=str(REWARDS))
+    convert([SHOP], tmp_path / "whole", **choices)
+    done = convert([SHOP], tmp_path / "cut", **choices, chunk_bytes=chunk_bytes)
     whole, cut = rollout_io.read(tmp_path / "whole"), rollout_io.read(tmp_path / "cut")
     assert cut.equals(whole.cast(cut.schema))
-    assert done.summary.to_dict() == convert([SHOP], tmp_path / "whole", choices).summary.to_dict()
+    assert (
+        done.summary.to_dict() == convert([SHOP], tmp_path / "whole", **choices).summary.to_dict()
+    )
     assert len(list((tmp_path / "cut").glob("*.parquet"))) > 1
     assert check(cut).filter(severity="error").is_empty()
 
@@ -111,7 +114,7 @@ def test_a_conversion_by_processes_stops_at_once_and_goes_on_later(number, tmp_p
     assert b"Traceback" not in said
     assert len(list(out.glob(".converting/chunk-*.tmp"))) < 8
     assert not list(out.glob("*.parquet"))
-    again = convert([log], out, Choices(), workers=1, chunk_bytes=200_000)
+    again = convert([log], out, workers=1, chunk_bytes=200_000)
     assert 0 < again.num_resumed < 140
     assert again.summary.num_rows == 20 * 205
 

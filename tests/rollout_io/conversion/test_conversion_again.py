@@ -12,8 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import rollout_io
-from rollout_io import Choices, convert
+from rollout_io import convert
 from rollout_io.cli.main import run
+from rollout_io.conversion.settings import Keywords
 from schemas.errors import InputError
 from tests.helpers.conversion_helpers import (
     SHOP,
@@ -69,7 +70,7 @@ def test_another_conversion_into_a_dataset_is_refused_and_leaves_it_alone(change
     log, out = write(tmp_path / "log", call("a/0")), tmp_path / "ds"
     convert([log], out)
     before = files_in(out)
-    error = refusal([log], out, Choices(**change(log)))
+    error = refusal([log], out, **change(log))
     assert (error.rule, error.where) == ("out_is_free", str(out))
     assert files_in(out) == before
 
@@ -115,12 +116,12 @@ def test_a_dataset_that_is_no_longer_as_it_was_converted_is_refused(change, tmp_
 
 def test_a_dataset_has_shards_and_nothing_else_and_any_reader_of_parquet_opens_it(tmp_path):
     log, out = damaged_shop(tmp_path), tmp_path / "ds"
-    choices = Choices(format="calls", on_error="skip")
-    first = convert([log], out, choices, chunk_bytes=SMALL_CHUNKS)
+    choices = Keywords(format="calls", on_error="skip")
+    first = convert([log], out, **choices, chunk_bytes=SMALL_CHUNKS)
     assert all(path.suffix == ".parquet" for path in out.rglob("*"))
     assert len(list(out.iterdir())) > 1
     assert len(rejected_in(out)) == first.summary.num_rejected > 0
-    again = convert([log], out, choices, chunk_bytes=SMALL_CHUNKS)
+    again = convert([log], out, **choices, chunk_bytes=SMALL_CHUNKS)
     assert again.was_done
     assert (again.summary, again.about) == (first.summary, first.about)
     assert pl.scan_parquet(out).select(pl.len()).collect().item() == first.summary.num_rows
@@ -129,7 +130,7 @@ def test_a_dataset_has_shards_and_nothing_else_and_any_reader_of_parquet_opens_i
 
 def test_a_dataset_on_any_filesystem_has_its_rejected_records_beside_it(tmp_path):
     out = f"memory://{tmp_path.name}/ds"
-    done = convert([damaged_shop(tmp_path)], out, Choices(format="calls", on_error="skip"))
+    done = convert([damaged_shop(tmp_path)], out, format="calls", on_error="skip")
     fs = fsspec.filesystem("memory")
     assert all(name.endswith(".parquet") for name in fs.find(out))
     assert len(fs.cat(f"{out}.rejected.jsonl").splitlines()) == done.summary.num_rejected
@@ -144,8 +145,7 @@ def count(_, num_rows):
     rows.extend(range(num_rows))
     if len(rows) > 2:
         os.kill(os.getpid(), 9)
-choices = rollout_io.Choices(format="calls")
-rollout_io.convert([sys.argv[1]], sys.argv[2], choices, chunk_bytes=1, progress=count)
+rollout_io.convert([sys.argv[1]], sys.argv[2], format="calls", chunk_bytes=1, progress=count)
 """
     assert in_subprocess("-c", code, log, out).returncode == -signal.SIGKILL
     assert (out / ".converting" / "chunk-00001").exists()
@@ -155,7 +155,7 @@ def test_an_unfinished_conversion_of_other_inputs_is_discarded(tmp_path):
     log = write(tmp_path / "log", *(call(f"a/{i}", 5) for i in range(6)))
     stop_in_the_middle(log, tmp_path / "ds")
     write(log, *(call(f"b/{i}", 6) for i in range(3)))
-    done = convert([log], tmp_path / "ds", Choices(format="calls"), chunk_bytes=1)
+    done = convert([log], tmp_path / "ds", format="calls", chunk_bytes=1)
     assert done.num_resumed == 0
     assert rollout_io.read(tmp_path / "ds")["instance_id"].to_pylist() == ["b"] * 3
     assert ".converting" not in files_in(tmp_path / "ds")
@@ -164,7 +164,7 @@ def test_an_unfinished_conversion_of_other_inputs_is_discarded(tmp_path):
 def test_an_unfinished_conversion_goes_on_where_it_was_stopped(tmp_path):
     log = write(tmp_path / "log", *(call(f"a/{i}", 5) for i in range(6)))
     stop_in_the_middle(log, tmp_path / "ds")
-    done = convert([log], tmp_path / "ds", Choices(format="calls"), chunk_bytes=1)
+    done = convert([log], tmp_path / "ds", format="calls", chunk_bytes=1)
     assert done.num_resumed == 2
     assert done.summary.num_rows == rollout_io.read(tmp_path / "ds").num_rows == 6
 
@@ -302,7 +302,7 @@ def test_a_chunk_whose_worker_died_after_writing_it_is_written_again(tmp_path, m
 
 def test_a_document_that_was_replaced_is_read_again_by_the_same_process(tmp_path, smollm2_dir):
     log = tmp_path / "session-1.json"
-    choices = Choices(
+    choices = Keywords(
         format="gemini_cli",
         tokenizer=str(smollm2_dir),
         chat_template="chatml_tools_thinking",
@@ -315,8 +315,11 @@ def test_a_document_that_was_replaced_is_read_again_by_the_same_process(tmp_path
         document = {"sessionId": "s", "projectHash": "p", "messages": messages}
         (tmp_path / "new").write_text(json.dumps(document))
         (tmp_path / "new").replace(log)
-        convert([log], tmp_path / str(number), choices)
-        for found in (rollout_io.read(tmp_path / str(number)), rollout_io.read_log([log], choices)):
+        convert([log], tmp_path / str(number), **choices)
+        for found in (
+            rollout_io.read(tmp_path / str(number)),
+            rollout_io.read_log([log], **choices),
+        ):
             assert found["response_text"].to_pylist() == [answer]
 
 

@@ -34,8 +34,7 @@ def count(event, arguments):
 
 if __name__ == "__main__":
     sys.addaudithook(count)
-    choices = rollout_io.Choices(format="calls", on_error="skip")
-    rollout_io.convert([log], out, choices, workers=workers, chunk_bytes=CHUNK_BYTES)
+    rollout_io.convert([log], out, format="calls", on_error="skip", workers=workers, chunk_bytes=CHUNK_BYTES)
     print(num_events)
 """
 

@@ -8,9 +8,10 @@ import polars as pl
 import pytest
 
 import rollout_io
-from rollout_io import Choices, convert
+from rollout_io import convert
 from rollout_io.cli.main import run
 from rollout_io.conversion.chunk import Reader, Settings
+from rollout_io.conversion.settings import Keywords
 from rollout_io.formats.base import Input, Options, Place
 from rollout_io.formats.calls import ADAPTER, read_session
 from rollout_io.formats.parsing import lines
@@ -37,7 +38,7 @@ def test_fail_names_the_first_bad_record_and_how_many_more_and_leaves_nothing(tm
     log = damaged_shop(tmp_path)
     for workers, chunk_bytes in ((1, 1 << 20), (2, SMALL_CHUNKS), (1, 1)):
         sizes = {"workers": workers, "chunk_bytes": chunk_bytes}
-        error = refusal([log], tmp_path / "ds", Choices(format="calls"), **sizes)
+        error = refusal([log], tmp_path / "ds", format="calls", **sizes)
         assert (error.rule, error.where) == ("json_line", f"{log}:31")
         assert re.search(
             r" \(and (\d+) more records rejected: \d+ \[\w+\] .*\)\.$", error.sentence
@@ -48,15 +49,15 @@ def test_fail_names_the_first_bad_record_and_how_many_more_and_leaves_nothing(tm
 
 def test_fail_goes_by_the_order_of_the_inputs_not_of_their_names(tmp_path):
     logs = [write(tmp_path / name, call(f"{name}/0"), b"{") for name in ("b", "a", "b10", "b9")]
-    assert refusal(logs, tmp_path / "ds", Choices(format="calls")).where == f"{logs[0]}:2"
-    assert refusal(logs[1:], tmp_path / "ds", Choices(format="calls")).where == f"{logs[1]}:2"
-    inside = refusal([tmp_path], tmp_path / "ds", Choices(format="calls"))
+    assert refusal(logs, tmp_path / "ds", format="calls").where == f"{logs[0]}:2"
+    assert refusal(logs[1:], tmp_path / "ds", format="calls").where == f"{logs[1]}:2"
+    inside = refusal([tmp_path], tmp_path / "ds", format="calls")
     assert inside.where == f"{tmp_path / 'a'}:2"
 
 
 def test_skip_puts_aside_each_record_with_its_text_and_its_own_reason_and_runs_as_a_whole(tmp_path):
     log, out = damaged_shop(tmp_path), tmp_path / "ds"
-    done = convert([log], out, Choices(format="calls", on_error="skip"), chunk_bytes=SMALL_CHUNKS)
+    done = convert([log], out, format="calls", on_error="skip", chunk_bytes=SMALL_CHUNKS)
     lines = log.read_bytes().splitlines(keepends=True)
     rejected = rejected_in(out)
     summary = done.summary
@@ -76,7 +77,7 @@ def test_skip_puts_aside_each_record_with_its_text_and_its_own_reason_and_runs_a
 
 def test_a_record_that_is_no_utf_8_is_put_aside_with_its_bytes_escaped(tmp_path):
     log = write(tmp_path / "log", call("a/0"), b'{"session": "b/0", "x": "\xff\\"}')
-    convert([log], tmp_path / "ds", Choices(format="calls", on_error="skip"))
+    convert([log], tmp_path / "ds", format="calls", on_error="skip")
     (record,) = rejected_in(tmp_path / "ds")
     assert record["record"] == '{"session": "b/0", "x": "\\xff\\"}\n'
     assert "0xff at column" in record["got"]
@@ -103,7 +104,7 @@ def test_where_every_record_is_rejected_the_file_of_them_is_kept_and_the_exit_co
 def test_a_run_named_twice_is_rejected_with_the_place_of_the_first(tmp_path):
     log = write(tmp_path / "log", call("a/0"), call("a_0/0"), call("a/0_0"), call("a/1"))
     again = write(tmp_path / "again", call("a_0/1"))
-    done = convert([log, again], tmp_path / "ds", Choices(on_error="skip"))
+    done = convert([log, again], tmp_path / "ds", on_error="skip")
     assert done.summary.num_rejected == 1
     assert rejected_in(tmp_path / "ds")[0]["rule"] == "session_name"
 
@@ -120,7 +121,7 @@ def test_the_log_s_own_reward_is_chosen_by_its_key(tmp_path, trial):
     assert metrics_dict(table["metrics"][0].as_py()) | rewards == metrics_dict(
         table["metrics"][0].as_py()
     )
-    error = refusal([tmp_path / "job"], tmp_path / "x", Choices(reward="stile"))
+    error = refusal([tmp_path / "job"], tmp_path / "x", reward="stile")
     assert error.hint == "did you mean --reward style?"
 
 
@@ -170,21 +171,19 @@ def test_a_damaged_trial_of_a_job_hides_none_of_the_others(tmp_path, trial):
     result.write_bytes(result.read_bytes()[:50])
     counts = {"id": "j", "n_total_trials": 3, "stats": {}}
     (tmp_path / "job" / "result.json").write_text(json.dumps(counts), encoding="utf-8")
-    choices = Choices(format="harbor", on_error="skip")
-    done = convert([tmp_path / "job"], tmp_path / "ds", choices).summary
+    choices = Keywords(format="harbor", on_error="skip")
+    done = convert([tmp_path / "job"], tmp_path / "ds", **choices).summary
     assert (done.num_records, done.num_written, done.num_rejected) == (3, 2, 1)
     assert rejected_in(tmp_path / "ds")[0]["where"] == str(result)
-    assert refusal([tmp_path / "job"], tmp_path / "x", Choices(format="harbor")).where == str(
-        result
-    )
+    assert refusal([tmp_path / "job"], tmp_path / "x", format="harbor").where == str(result)
 
 
 def test_a_job_that_was_stopped_gives_its_trials_and_says_that_some_are_missing(tmp_path, trial):
     write_trial(tmp_path / "job", trial("t1"))
     counts = {"id": "j", "n_total_trials": 3, "stats": {}}
     (tmp_path / "job" / "result.json").write_text(json.dumps(counts), encoding="utf-8")
-    choices = Choices(format="harbor", on_error="skip")
-    done = convert([tmp_path / "job"], tmp_path / "ds", choices).summary
+    choices = Keywords(format="harbor", on_error="skip")
+    done = convert([tmp_path / "job"], tmp_path / "ds", **choices).summary
     assert (done.num_written, done.num_rejected) == (1, 1)
     assert rejected_in(tmp_path / "ds")[0]["rule"] == "missing_trials"
 
@@ -198,7 +197,7 @@ def test_a_directory_of_jobs_that_have_no_result_yet_gives_their_trials(tmp_path
 def test_a_rewards_file_wins_over_the_log(tmp_path):
     log = write(tmp_path / "log", call("a/0", reward=0.25), call("a/1", reward=0.5))
     rewards = write(tmp_path / "rewards", {"session": "a/0", "reward": 1.0, "style": "x"})
-    convert([log], tmp_path / "ds", Choices(rewards=str(rewards)))
+    convert([log], tmp_path / "ds", rewards=str(rewards))
     table = rollout_io.read(tmp_path / "ds")
     assert table["reward"].to_pylist() == [1.0, 0.5]
     assert table["metrics"].to_pylist() == [[{"key": "logged_reward", "value": 0.25}], None]
@@ -221,10 +220,10 @@ def test_further_rewards_are_counted_apart_from_records_of_the_log(
     log = write(tmp_path / "log", call("a/0"), *bad)
     lines = [{"session": f"b/{i}", "reward": 1.0} for i in range(num_rewards)]
     rewards = write(tmp_path / "rewards", {"session": "a/0", "reward": 1.0}, *lines)
-    choices = Choices(format="calls", rewards=str(rewards))
-    assert counted in refusal([log], tmp_path / "ds", choices).sentence
+    choices = Keywords(format="calls", rewards=str(rewards))
+    assert counted in refusal([log], tmp_path / "ds", **choices).sentence
     with pytest.raises(RolloutError) as caught:
-        rollout_io.read_log([log], choices)
+        rollout_io.read_log([log], **choices)
     assert counted in caught.value.sentence
 
 
@@ -249,10 +248,10 @@ def test_an_outcome_of_no_run_is_a_record_that_cannot_be_used_and_hides_no_other
     lines = [{"session": f"{name}", "reward": 1.0} for name in ("a/0", "a/1", "b/0")]
     rewards = write(tmp_path / "rewards", *lines)
     chosen = {"format": "calls", "rewards": str(rewards)}
-    error = refusal([log], tmp_path / "ds", Choices(**chosen))
+    error = refusal([log], tmp_path / "ds", **chosen)
     assert (error.rule, error.where) == ("json_line", f"{log}:2")
     assert "(and 2 rewards rejected: 2 [" in error.sentence
-    done = convert([log], tmp_path / "ds", Choices(**chosen, on_error="skip")).summary
+    done = convert([log], tmp_path / "ds", **chosen, on_error="skip").summary
     assert (done.num_records, done.num_written, done.num_rejected) == (5, 2, 3)
     assert [r["source"] for r in rejected_in(tmp_path / "ds")] == [
         *(f"{log}:2", f"{rewards}:2", f"{rewards}:3"),
@@ -266,7 +265,7 @@ def test_an_outcome_that_cannot_be_written_is_refused_and_never_dropped(tmp_path
         rewards = write(tmp_path / "rewards", b'{"session": %s, "error": "x"}' % name)
         out = tmp_path / f"ds{len(name)}"
         try:
-            done = convert([log], out, Choices(rewards=str(rewards), on_error="skip"))
+            done = convert([log], out, rewards=str(rewards), on_error="skip")
         except RolloutError:
             assert not out.exists()
         else:
@@ -303,11 +302,11 @@ def test_files_of_no_format_in_a_directory_are_left_or_with_strict_put_aside_who
     (tmp_path / "logs" / "a.jsonl").write_bytes(SHOP.read_bytes())
     (tmp_path / "logs" / "README.md").write_text("# notes\nof several\nlines\n")
     with pytest.raises(RolloutError, match=r".*README\.md.*\[known_format\]"):
-        rollout_io.convert(tmp_path / "logs", tmp_path / "ds", Choices(strict=True))
-    choices = Choices(on_error="skip", strict=True)
-    done = rollout_io.convert(tmp_path / "logs", tmp_path / "ds", choices)
+        rollout_io.convert(tmp_path / "logs", tmp_path / "ds", strict=True)
+    choices = Keywords(on_error="skip", strict=True)
+    done = rollout_io.convert(tmp_path / "logs", tmp_path / "ds", **choices)
     assert (done.summary.num_records, done.summary.num_rejected) == (206, 1)
-    done = rollout_io.convert(tmp_path / "logs", tmp_path / "left", Choices(on_error="skip"))
+    done = rollout_io.convert(tmp_path / "logs", tmp_path / "left", on_error="skip")
     assert (done.summary.num_records, len(done.left)) == (205, 1)
 
 
@@ -323,9 +322,8 @@ def test_the_dataset_inside_the_directory_of_logs_is_no_log(tmp_path):
     [
         lambda ds: rollout_io.convert([], ds),
         lambda ds: rollout_io.convert(SHOP, ds, workers=0),
-        lambda ds: rollout_io.convert(SHOP, ds, Choices(group_by="style")),
-        lambda ds: rollout_io.convert(SHOP, ds, Choices(on_error="ignore")),
-        lambda ds: rollout_io.convert(SHOP, ds, Choices(timeouts="zero")),
+        lambda ds: rollout_io.convert(SHOP, ds, on_error="ignore"),
+        lambda ds: rollout_io.convert(SHOP, ds, timeouts="zero"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused_by_name(call, tmp_path):

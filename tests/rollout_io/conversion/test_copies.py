@@ -6,11 +6,12 @@ import shutil
 import pytest
 
 import rollout_io
-from rollout_io import Choices, convert, read
+from rollout_io import convert, read
+from rollout_io.conversion.settings import Keywords
 from schemas.errors import count
 from tests.helpers.conversion_helpers import SHOP, call, refusal, rejected_in, write
 
-SKIP = Choices(on_error="skip")
+SKIP = Keywords(on_error="skip")
 
 
 def rows_of(dataset):
@@ -27,7 +28,7 @@ def test_a_log_that_is_given_with_its_copy_is_converted_once(has_time, tmp_path)
     log = write(tmp_path / "a.jsonl", *records)
     copy = write(tmp_path / "b.jsonl", *records[1:], records[0])
     convert(log, tmp_path / "once")
-    done = convert([log, copy], tmp_path / "ds", SKIP)
+    done = convert([log, copy], tmp_path / "ds", **SKIP)
     assert rows_of(tmp_path / "ds") == rows_of(tmp_path / "once")
     counts, num = done.summary, len(records)
     assert (counts.num_records, counts.num_written, counts.num_rejected) == (2 * num, num, num)
@@ -41,20 +42,20 @@ def test_a_copy_without_its_last_newline_is_a_copy(tmp_path):
     log = write(tmp_path / "a.jsonl", call("a/0", 5), call("a/0", 6, 7))
     copy = tmp_path / "b.jsonl"
     copy.write_bytes(log.read_bytes().rstrip())
-    counts = convert([log, copy], tmp_path / "ds", SKIP).summary
+    counts = convert([log, copy], tmp_path / "ds", **SKIP).summary
     assert (counts.num_written, counts.num_rejected, counts.num_duplicates) == (2, 2, 2)
 
 
 def test_another_call_of_the_same_size_and_time_is_no_copy(tmp_path):
     log = write(tmp_path / "a.jsonl", *(call("a/0", i, time=1) for i in (5, 6, 5)))
-    counts = convert(log, tmp_path / "ds", SKIP).summary
+    counts = convert(log, tmp_path / "ds", **SKIP).summary
     assert (counts.num_written, counts.num_rejected, counts.num_duplicates) == (2, 1, 1)
     assert read(tmp_path / "ds").column("response_ids").to_pylist() == [[5], [6]]
 
 
 def test_another_call_under_the_name_of_the_last_is_refused(tmp_path):
     log = write(tmp_path / "a.jsonl", *(call("a/0", i, final=True) for i in (5, 6)), call("b/0"))
-    counts = convert(log, tmp_path / "ds", SKIP).summary
+    counts = convert(log, tmp_path / "ds", **SKIP).summary
     assert (counts.num_written, counts.num_rejected, counts.num_duplicates) == (1, 2, 0)
 
 
@@ -71,11 +72,11 @@ def test_a_file_that_is_a_copy_of_another_is_one_rejected_record(name, tmp_path,
     choices = {"format": name, "tokenizer": str(smollm2_dir)}
     log = write(tmp_path / "a.jsonl", FORMATS[name], FORMATS[name])
     copy = shutil.copy(log, tmp_path / "b.jsonl")
-    counts = convert([log, copy], tmp_path / "ds", Choices(**choices, on_error="skip")).summary
+    counts = convert([log, copy], tmp_path / "ds", **choices, on_error="skip").summary
     assert (counts.num_records, counts.num_written, counts.num_duplicates) == (3, 2, 1)
     (rejected,) = rejected_in(tmp_path / "ds")
     assert (rejected["rule"], rejected["source"]) == ("duplicate_input", str(copy))
-    error = refusal([log, copy], tmp_path / "new", Choices(**choices))
+    error = refusal([log, copy], tmp_path / "new", **choices)
     assert (error.rule, error.where) == ("duplicate_input", str(copy))
 
 
@@ -85,7 +86,7 @@ def test_a_document_with_a_trajectory_of_another_is_rejected_alone(tmp_path, sho
     rollout_io.write_generator_output(read(shop_dataset), paths[0])
     content = json.loads(paths[0].read_bytes())
     paths[1].write_text(json.dumps(content | {"rollout_metrics": {"loss": 1.0}}))
-    counts = convert(paths, tmp_path / "ds", SKIP).summary
+    counts = convert(paths, tmp_path / "ds", **SKIP).summary
     assert (counts.num_records, counts.num_written, counts.num_duplicates) == (2, 1, 0)
     assert [r["rule"] for r in rejected_in(tmp_path / "ds")] == ["unique_trajectory"]
     assert len(output["rewards"]) == counts.num_rows

@@ -7,7 +7,8 @@ import fsspec
 import pytest
 
 import rollout_io
-from rollout_io import Choices, convert
+from rollout_io import convert
+from rollout_io.conversion.settings import Keywords
 from tests.helpers.conversion_helpers import OUTPUT, call, refusal, rejected_in, write
 from tests.helpers.harbor_helpers import agent_step, atif, failure, write_trial
 
@@ -50,12 +51,12 @@ def test_objects_with_the_same_local_path_are_refused(first, second, url, tmp_pa
 def test_rewards_and_the_dataset_inside_a_remote_directory_are_no_logs(choices, url, tmp_path):
     put(url, "logs/a.jsonl", line("a/0"))
     put(url, "rewards.jsonl", b'{"session": "a/0", "reward": 0.5}')
-    chosen = Choices(rewards=f"{url}/rewards.jsonl", **choices)
-    done = convert(url, tmp_path / "ds", chosen)
+    chosen = Keywords(rewards=f"{url}/rewards.jsonl", **choices)
+    done = convert(url, tmp_path / "ds", **chosen)
     assert rollout_io.read(tmp_path / "ds")["reward"].to_pylist() == [0.5]
     assert list(done.left) == []
-    convert(url, f"{url}/ds", chosen)
-    assert convert(url, f"{url}/ds", chosen).was_done
+    convert(url, f"{url}/ds", **chosen)
+    assert convert(url, f"{url}/ds", **chosen).was_done
 
 
 def test_an_error_of_a_remote_trial_names_the_url(url, tmp_path, trial):
@@ -74,7 +75,7 @@ def test_the_source_of_a_local_directory_given_as_a_url_keeps_its_slash(tmp_path
     write(tmp_path / "logs" / "a.jsonl", call("a/0"))
     write(tmp_path / "logs" / "rewards.jsonl", {"session": "a/0", "reward": 1.0})
     rewards = str(tmp_path / "logs" / "rewards.jsonl")
-    convert(f"file://{tmp_path}/logs/", tmp_path / "ds", Choices(rewards=rewards, strict=True))
+    convert(f"file://{tmp_path}/logs/", tmp_path / "ds", rewards=rewards, strict=True)
     sources = rollout_io.read(tmp_path / "ds")["source"].to_pylist()
     assert sources == [f"file://{tmp_path}/logs/a.jsonl:1"]
 
@@ -103,8 +104,8 @@ def test_links_into_parts_that_are_not_searched_are_left(tmp_path):
     done = convert(logs, out)
     assert list(done.left) == [f"{logs}/run1", f"{logs}/run2"]
     assert instances(out) == ["b"]
-    assert refusal(logs, tmp_path / "strict", Choices(strict=True)).where == f"{logs}/run1"
-    convert([logs, logs / ".store"], tmp_path / "both", Choices(format="calls", on_error="skip"))
+    assert refusal(logs, tmp_path / "strict", strict=True).where == f"{logs}/run1"
+    convert([logs, logs / ".store"], tmp_path / "both", format="calls", on_error="skip")
     assert "a" in instances(tmp_path / "both")
 
 
@@ -134,8 +135,8 @@ def test_a_rejected_document_does_not_reject_later_ones(is_repeated, smollm2_dir
         fields |= {"foo": [foo]} if foo else {}
         logs.append(tmp_path / f"{number}.json")
         logs[-1].write_text(json.dumps(OUTPUT | fields))
-    choices = Choices(on_error="skip", other_fields="keep", tokenizer=str(smollm2_dir))
-    convert(logs, tmp_path / "ds", choices)
+    choices = Keywords(on_error="skip", other_fields="keep", tokenizer=str(smollm2_dir))
+    convert(logs, tmp_path / "ds", **choices)
     assert instances(tmp_path / "ds") == ["t", "u"]
     [rejected] = rejected_in(tmp_path / "ds")
     assert rejected["source"] == str(logs[1])

@@ -9,8 +9,9 @@ import pyarrow as pa
 import pytest
 
 import rollout_io
-from rollout_io import Choices, convert, read_log
+from rollout_io import convert, read_log
 from rollout_io.cli.main import run
+from rollout_io.conversion.settings import Keywords
 from rollout_io.conversion.text import has_words_of
 from rollout_io.dataset.checking import check, checked_tables
 from rollout_io.dataset.parallel import Workers
@@ -53,12 +54,12 @@ def permute(content):
 
 
 def choices(tokenizer, **more):
-    return Choices(format="calls", tokenizer=str(tokenizer), **more)
+    return Keywords(format="calls", tokenizer=str(tokenizer), **more)
 
 
 @pytest.mark.slow
 def test_a_dataset_of_exact_ids_stores_its_tokenizer(smollm2_dir, tmp_path):
-    convert([SHOP], tmp_path / "ds", choices(smollm2_dir))
+    convert([SHOP], tmp_path / "ds", **choices(smollm2_dir))
     metadata = rollout_io.read_metadata(tmp_path / "ds")
     tokenizer = load_tokenizer(smollm2_dir)
     assert metadata.tokenizer == str(smollm2_dir)
@@ -75,7 +76,7 @@ def test_without_a_tokenizer_the_models_that_the_log_names_are_stored(tmp_path):
     records[1]["request"]["tools"] = [{"properties": {"model": {"type": "string"}}}]
     log = tmp_path / "log.jsonl"
     log.write_text("".join(json.dumps(record) + "\n" for record in records))
-    convert([log], tmp_path / "ds", Choices(format="calls"))
+    convert([log], tmp_path / "ds", format="calls")
     metadata = rollout_io.read_metadata(tmp_path / "ds")
     assert metadata.models == ("policy \u00e9-2", "smollm2")
     assert (metadata.tokenizer, metadata.tokenizer_fingerprint) == (None, None)
@@ -83,7 +84,7 @@ def test_without_a_tokenizer_the_models_that_the_log_names_are_stored(tmp_path):
 
 def test_every_real_log_passes_with_its_own_tokenizer(smollm2_dir):
     for name in ("chat", "completions", "tools"):
-        assert read_log([WIRE / f"{name}.calls.jsonl"], choices(smollm2_dir)).num_rows
+        assert read_log([WIRE / f"{name}.calls.jsonl"], **choices(smollm2_dir)).num_rows
 
 
 @pytest.mark.slow
@@ -91,7 +92,7 @@ def test_every_real_log_passes_with_its_own_tokenizer(smollm2_dir):
 def test_a_tokenizer_of_other_ids_is_refused_by_name(edit, smollm2_dir, tmp_path):
     other = edited(smollm2_dir, tmp_path / "other", edit)
     with pytest.raises(RolloutError, match="other_tokenizer") as caught:
-        convert([SHOP], tmp_path / "ds", choices(other))
+        convert([SHOP], tmp_path / "ds", **choices(other))
     assert caught.value.where.startswith(str(SHOP))
     assert not (tmp_path / "ds").exists()
 
@@ -107,10 +108,10 @@ def test_a_response_is_decoded_where_no_token_has_text(smollm2_dir, tmp_path):
                 choice["logprobs"] = None
     log = tmp_path / "log.jsonl"
     log.write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert read_log([log], choices(smollm2_dir)).num_rows == 8
+    assert read_log([log], **choices(smollm2_dir)).num_rows == 8
     other = edited(smollm2_dir, tmp_path / "other", permute)
     with pytest.raises(RolloutError, match="other_tokenizer"):
-        read_log([log], choices(other))
+        read_log([log], **choices(other))
 
 
 def test_an_id_beyond_the_vocabulary_is_refused(smollm2_dir, tmp_path):
@@ -118,15 +119,15 @@ def test_an_id_beyond_the_vocabulary_is_refused(smollm2_dir, tmp_path):
     record["response"]["prompt_token_ids"][3] = 49_152
     log = tmp_path / "log.jsonl"
     log.write_text(json.dumps(record) + "\n")
-    assert read_log([log], Choices(format="calls")).num_rows == 1
+    assert read_log([log], format="calls").num_rows == 1
     with pytest.raises(RolloutError, match="token_range"):
-        read_log([log], choices(smollm2_dir))
+        read_log([log], **choices(smollm2_dir))
 
 
 @pytest.fixture
 def beyond(tmp_path):
     """A dataset of two shards with an id beyond the vocabulary that its files state."""
-    convert([SHOP], tmp_path / "plain", Choices(format="calls"))
+    convert([SHOP], tmp_path / "plain", format="calls")
     table = rollout_io.read(tmp_path / "plain")
     top = max(max(row) for row in table["response_ids"].to_pylist())
     known = DatasetMetadata(vocab_size=top)
@@ -193,11 +194,11 @@ def test_the_fingerprint_is_of_the_ids_and_of_nothing_else(smollm2_dir, tmp_path
 @pytest.mark.slow
 def test_words_tell_tokenizers_apart_where_a_harness_keeps_no_verbatim_text(smollm2_dir, tmp_path):
     logs = [ROOT / "examples" / "verifiers" / "traces.jsonl"]
-    given = Choices(tokenizer=str(smollm2_dir))
-    assert read_log(logs, given).num_rows
+    given = Keywords(tokenizer=str(smollm2_dir))
+    assert read_log(logs, **given).num_rows
     other = edited(smollm2_dir, tmp_path / "other", permute)
     with pytest.raises(RolloutError, match="other_tokenizer"):
-        read_log(logs, dataclasses.replace(given, tokenizer=other))
+        read_log(logs, **dataclasses.replace(given, tokenizer=other))
 
 
 def test_words_after_escapes_are_those_of_the_response():
@@ -212,9 +213,9 @@ def test_words_after_escapes_are_those_of_the_response():
 def test_ids_that_no_model_sampled_are_refused(smollm2_dir, golden):
     """The ids of Harbor's golden trajectories count up from 1000."""
     log = golden / "hello-world-context-summarization.trajectory.json"
-    assert read_log([log], Choices()).num_rows
+    assert read_log([log]).num_rows
     with pytest.raises(RolloutError, match="other_tokenizer"):
-        read_log([log], Choices(tokenizer=str(smollm2_dir)))
+        read_log([log], tokenizer=str(smollm2_dir))
 
 
 @pytest.mark.parametrize("sampled", ['{"city": "Oslo"}}\n</tool_call>', "get_weather"])
@@ -234,9 +235,9 @@ def test_tool_calls_are_compared_with_the_ids_where_tokens_have_no_text(
         path.write_text(json.dumps(record), encoding="utf-8")
         return str(path)
 
-    done = convert([log("whole.jsonl", whole)], tmp_path / "ds", choices(smollm2_dir))
+    done = convert([log("whole.jsonl", whole)], tmp_path / "ds", **choices(smollm2_dir))
     assert (done.summary.num_exact, done.summary.num_compared) == (1, 1)
     with pytest.raises(RolloutError) as caught:
-        read_log([log("lost.jsonl", sampled)], choices(smollm2_dir))
+        read_log([log("lost.jsonl", sampled)], **choices(smollm2_dir))
     assert caught.value.rule == "other_tokenizer"
     assert "a tool call with" in str(caught.value)

@@ -12,29 +12,30 @@ import pyarrow.parquet as pq
 import pytest
 
 import rollout_io
-from rollout_io import Choices, convert
+from rollout_io import convert
 from rollout_io.cli.main import run
 from rollout_io.conversion.opened_logs import open_log
+from rollout_io.conversion.settings import Keywords
 from rollout_io.dataset.storage import Location
 from schemas.errors import RolloutError
 from tests.helpers.conversion_helpers import OUTPUT, call, refusal, rejected_in, write
 
-SKIP = Choices(on_error="skip")
+SKIP = Keywords(on_error="skip")
 
 
-@pytest.mark.parametrize("choices", [Choices(), SKIP])
+@pytest.mark.parametrize("choices", [Keywords(), SKIP])
 def test_a_file_that_only_has_the_name_of_the_rejected_records_is_kept(tmp_path, choices):
     log = write(tmp_path / "log.jsonl", call("a/0"), *([b"{}"] if choices is SKIP else []))
     notes = tmp_path / "ds.rejected.jsonl"
     for content in (b"my notes\n", log.read_bytes()):
         notes.write_bytes(content)
         for given in (log, notes):
-            error = refusal([given], tmp_path / "ds", choices)
+            error = refusal([given], tmp_path / "ds", **choices)
             assert (error.rule, error.where) == ("out_is_free", str(notes))
         assert notes.read_bytes() == content
     notes.unlink()
     (notes / "sub").mkdir(parents=True)
-    assert refusal([log], tmp_path / "ds", choices).rule == "out_is_free"
+    assert refusal([log], tmp_path / "ds", **choices).rule == "out_is_free"
     assert (notes / "sub").is_dir()
 
 
@@ -71,10 +72,10 @@ def test_links_out_of_a_directory_and_pipes_in_it_are_left_and_counted(tmp_path)
     found, left = inputs_of(tmp_path, logs)
     names = ["moved", "pipe.jsonl", "runs/gone.jsonl"]
     assert (found, left) == (["logs/runs/c.jsonl"], [str(logs / name) for name in names])
-    error = refusal(logs, tmp_path / "ds", Choices(strict=True))
+    error = refusal(logs, tmp_path / "ds", strict=True)
     assert (error.rule, error.where) == ("input_file", str(logs / "moved"))
-    for choices in (Choices(), Choices(format="calls"), Choices(strict=True, on_error="skip")):
-        done = convert(logs, tmp_path / f"ds{choices.format}{choices.strict}", choices)
+    for choices in (Keywords(), Keywords(format="calls"), Keywords(strict=True, on_error="skip")):
+        done = convert(logs, tmp_path / f"ds{len(choices)}", **choices)
         assert (done.summary.num_rows, len(done.left)) == (1, 3)
     found, left = inputs_of(tmp_path, logs / "moved", logs)
     assert found == ["logs/moved/d.jsonl", "logs/runs/c.jsonl"]
@@ -104,9 +105,11 @@ def test_a_column_of_two_types_is_refused_in_one_chunk_or_several(tmp_path, chun
     other = {"trajectory_ids": [{"instance_id": "t", "repetition_id": 0}], "foo": [3]}
     (tmp_path / "a.json").write_text(json.dumps(OUTPUT | {"foo": ["s"]}))
     (tmp_path / "b.json").write_text(json.dumps(OUTPUT | other))
-    keep = Choices(other_fields="keep")
+    keep = Keywords(other_fields="keep")
     logs = [tmp_path / "a.json", tmp_path / "b.json"]
-    assert refusal(logs, tmp_path / "ds", keep, chunk_bytes=chunk_bytes).rule == "columns_and_types"
+    assert (
+        refusal(logs, tmp_path / "ds", **keep, chunk_bytes=chunk_bytes).rule == "columns_and_types"
+    )
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):
@@ -149,9 +152,9 @@ def test_a_pattern_matches_no_output_rewards_or_empty_directory(tmp_path, monkey
     write(Path("logs/b.jsonl"), call("t/0"), b"{bad")
     write(Path("logs/rewards.jsonl"), {"session": "s/0", "reward": 1.0})
     Path("logs/empty").mkdir()
-    choices = Choices(rewards="logs/rewards.jsonl", on_error="skip")
+    choices = Keywords(rewards="logs/rewards.jsonl", on_error="skip")
     for was_done in (False, True):
-        done = convert("logs/*", "logs/ds", choices)
+        done = convert("logs/*", "logs/ds", **choices)
         counts = done.summary.num_records, done.summary.num_rejected
         assert (done.was_done, *counts) == (was_done, 3, 1)
 
@@ -174,8 +177,8 @@ def test_a_packed_log_with_a_rejected_record_resumes_on_a_remote_filesystem(tmp_
             raise _StopError
 
     with pytest.raises(_StopError):
-        convert(log, out, SKIP, chunk_bytes=100, progress=stop)
-    done = convert(log, out, SKIP, chunk_bytes=100)
+        convert(log, out, **SKIP, chunk_bytes=100, progress=stop)
+    done = convert(log, out, **SKIP, chunk_bytes=100)
     assert done.num_resumed > 0
     assert (done.summary.num_records, done.summary.num_written) == (6, 5)
 
@@ -184,10 +187,10 @@ def test_a_file_added_to_the_folder_is_a_new_conversion(tmp_path):
     logs = tmp_path / "l"
     write(logs / "a.jsonl", call("s/0"))
     (logs / "x.txt").write_text("hi")
-    strict = Choices(strict=True, on_error="skip")
-    assert convert(logs, tmp_path / "ds", strict).summary.num_rejected == 1
+    strict = Keywords(strict=True, on_error="skip")
+    assert convert(logs, tmp_path / "ds", **strict).summary.num_rejected == 1
     (logs / "y.txt").write_text("more")
-    assert refusal([logs], tmp_path / "ds", strict).rule == "out_is_free"
+    assert refusal([logs], tmp_path / "ds", **strict).rule == "out_is_free"
 
 
 @pytest.mark.parametrize("url", ["ftp://127.0.0.1:1/x", "github://x", "zip://x"])

@@ -6,8 +6,9 @@ import shutil
 import pytest
 
 import rollout_io
-from rollout_io import Choices, convert, read_log, read_metadata
+from rollout_io import convert, read_log, read_metadata
 from rollout_io.cli.main import run
+from rollout_io.conversion.settings import Keywords
 from schemas.errors import RolloutError
 from tests.helpers.conversion_helpers import REWARDS, SHOP, call, refusal, rejected_in, write
 
@@ -61,15 +62,15 @@ def test_the_metadata_names_all_formats_and_no_fact_of_one_as_that_of_all(
     folder, tmp_path, smollm2_dir
 ):
     shutil.rmtree(folder / "runs")
-    choices = Choices(tokenizer=str(smollm2_dir), chat_template=TEMPLATE, on_error="skip")
-    done = convert(folder, tmp_path / "ds", choices)
+    choices = Keywords(tokenizer=str(smollm2_dir), chat_template=TEMPLATE, on_error="skip")
+    done = convert(folder, tmp_path / "ds", **choices)
     metadata = read_metadata(tmp_path / "ds")
     assert [made["format"] for made in metadata.made_by] == ["calls", "claude_code"]
     assert [made["verb"] for made in metadata.made_by] == ["convert", "convert"]
     assert metadata.tokenizer_fingerprint is not None
     assert metadata.chat_template_fingerprint is None
     assert "groups (claude_code)" in done.about
-    text = convert(folder / "claude", tmp_path / "text", choices)
+    text = convert(folder / "claude", tmp_path / "text", **choices)
     assert read_metadata(tmp_path / "text").chat_template_fingerprint is not None
     assert "groups" in text.about
 
@@ -78,9 +79,9 @@ def test_a_foreign_file_is_an_error_or_a_rejected_record_only_with_strict(tmp_pa
     logs = tmp_path / "logs"
     write(logs / "a.jsonl", call("a/0"))
     (logs / "README.md").write_text("# Notes")
-    assert refusal(logs, tmp_path / "no", Choices(strict=True)).where == str(logs / "README.md")
+    assert refusal(logs, tmp_path / "no", strict=True).where == str(logs / "README.md")
     assert not (tmp_path / "no").exists()
-    counts = convert(logs, tmp_path / "skip", Choices(strict=True, on_error="skip")).summary
+    counts = convert(logs, tmp_path / "skip", strict=True, on_error="skip").summary
     assert (counts.num_records, counts.num_rejected) == (2, 1)
     assert convert(logs, tmp_path / "ds").left == [str(logs / "README.md")]
     arguments = ["convert", str(logs), "--strict", "--out", str(tmp_path / "x")]
@@ -88,7 +89,7 @@ def test_a_foreign_file_is_an_error_or_a_rejected_record_only_with_strict(tmp_pa
     assert "README.md: the format is not recognized" in capsys.readouterr().err
     assert read_log(logs).num_rows == 1
     with pytest.raises(RolloutError, match="known_format"):
-        read_log(logs, Choices(strict=True))
+        read_log(logs, strict=True)
 
 
 def test_a_file_of_no_format_that_is_named_is_an_error(tmp_path):
@@ -117,10 +118,10 @@ def test_a_directory_without_a_log_is_an_error_that_names_it(tmp_path):
 def test_the_rewards_inside_the_directory_are_no_log_and_are_not_left(tmp_path):
     for path in (SHOP, REWARDS):
         shutil.copy(path, tmp_path)
-    choices = Choices(rewards=str(tmp_path / REWARDS.name))
-    done = convert(tmp_path, tmp_path / "ds", choices)
+    choices = Keywords(rewards=str(tmp_path / REWARDS.name))
+    done = convert(tmp_path, tmp_path / "ds", **choices)
     assert (done.left, done.summary.num_without_reward) == ([], 0)
-    assert convert(tmp_path, tmp_path / "ds", choices).was_done
+    assert convert(tmp_path, tmp_path / "ds", **choices).was_done
 
 
 def test_two_formats_that_claim_one_run_are_an_error_that_names_both(tmp_path):
@@ -130,7 +131,7 @@ def test_two_formats_that_claim_one_run_are_an_error_that_names_both(tmp_path):
     assert (error.rule, error.where) == ("unique_trajectory", f"{second}:1")
     assert f"instance 'a', repetition 0, also occurs in {first}:1" in error.sentence
     assert "separate dataset" in error.hint
-    counts = convert([first, second], tmp_path / "ds", Choices(on_error="skip")).summary
+    counts = convert([first, second], tmp_path / "ds", on_error="skip").summary
     assert (counts.num_written, counts.num_rejected) == (1, 1)
 
 
@@ -140,23 +141,23 @@ def test_outcomes_are_of_the_runs_of_any_format(tmp_path, smollm2_dir):
     text = write(tmp_path / "b.jsonl", {"id": "b", "messages": ANSWERS})
     lines = [{"session": f"{name}/0", "reward": 1.0} for name in "ab"]
     rewards = write(tmp_path / "rewards", *lines, {"session": "c/0", "error": "lost"})
-    choices = Choices(rewards=str(rewards), tokenizer=str(smollm2_dir))
-    assert convert([log, text], tmp_path / "ds", choices).summary.formats == {
+    choices = Keywords(rewards=str(rewards), tokenizer=str(smollm2_dir))
+    assert convert([log, text], tmp_path / "ds", **choices).summary.formats == {
         "calls": 1,
         "openai_messages": 1,
     }
     table = rollout_io.read(tmp_path / "ds")
     assert table["reward"].to_pylist() == [1.0, 1.0, None]
     assert table["error"].to_pylist() == [None, None, "lost"]
-    assert read_log([log, text], choices).num_rows == 3
+    assert read_log([log, text], **choices).num_rows == 3
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_chunks_of_several_formats_make_the_same_dataset_with_any_workers(
     workers, folder, tmp_path, smollm2_dir
 ):
-    choices = Choices(tokenizer=str(smollm2_dir), on_error="skip")
-    done = convert(folder, tmp_path / "ds", choices, workers=workers, chunk_bytes=5_000)
+    choices = Keywords(tokenizer=str(smollm2_dir), on_error="skip")
+    done = convert(folder, tmp_path / "ds", **choices, workers=workers, chunk_bytes=5_000)
     found = rollout_io.read(tmp_path / "ds")
     assert found.num_rows == done.summary.num_rows
     assert found["trajectory_id"].to_pylist()[0] == "a_0"

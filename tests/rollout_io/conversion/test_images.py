@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import rollout_io
-from rollout_io import Choices
 from rollout_io.cli.main import run
 from rollout_io.conversion.images import images_of
+from rollout_io.conversion.settings import Keywords
 from rollout_io.dataset.blobs import Blobs
 from rollout_io.formats.exports import export
 from rollout_io.retokenize import load_tokenizer
@@ -63,7 +63,7 @@ def chat(*parts, answer="A cat."):
 
 @pytest.fixture
 def choices(smollm2_dir):
-    return Choices(tokenizer=str(smollm2_dir), chat_template="chatml_tools_thinking")
+    return Keywords(tokenizer=str(smollm2_dir), chat_template="chatml_tools_thinking")
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def dataset(tmp_path, choices):
         {"id": "a", "messages": chat(ANTHROPIC, OPENAI), "reward": 1.0},
         {"id": "b", "messages": chat(RESPONSES, ANTHROPIC), "reward": 0.0},
     )
-    rollout_io.convert([log], tmp_path / "ds", choices)
+    rollout_io.convert([log], tmp_path / "ds", **choices)
     return tmp_path / "ds"
 
 
@@ -110,9 +110,9 @@ def test_a_template_without_a_placeholder_gets_a_marked_text_and_the_summary_cou
     tmp_path, choices
 ):
     log = write(tmp_path / "chat.jsonl", {"messages": chat(ANTHROPIC, OPENAI)})
-    notes = rollout_io.convert([log], tmp_path / "ds", choices).summary.to_dict()["notes"]
+    notes = rollout_io.convert([log], tmp_path / "ds", **choices).summary.to_dict()["notes"]
     row = rollout_io.read(tmp_path / "ds").to_pylist()[0]
-    tokenizer = load_tokenizer(choices.tokenizer)
+    tokenizer = load_tokenizer(choices["tokenizer"])
     assert tokenizer.decode(row["prompt_token_ids"]).count("[image]") == 2
     assert [entry["position"] for entry in row["images"]] == [None, None]
     assert {what: n for what, n in notes.items() if "images" in what} == {
@@ -129,10 +129,10 @@ def test_a_template_with_a_placeholder_gets_its_tokens_and_their_positions(tmp_p
     seen = [*chat(ANTHROPIC, OPENAI), *chat(RESPONSES, answer="<filename> is a word here.")]
     log = write(tmp_path / "chat.jsonl", {"messages": seen})
     rollout_io.convert(
-        [log], tmp_path / "ds", Choices(tokenizer=choices.tokenizer, chat_template=str(template))
+        [log], tmp_path / "ds", tokenizer=choices["tokenizer"], chat_template=str(template)
     )
     row = rollout_io.read(tmp_path / "ds").to_pylist()[0]
-    tokenizer = load_tokenizer(choices.tokenizer, str(template))
+    tokenizer = load_tokenizer(choices["tokenizer"], str(template))
     plain = [
         {**m, "content": [{"type": p["type"].replace("image_url", "image").replace("input_", "")}
                           | {"text": p.get("text")} for p in m["content"]]}
@@ -159,7 +159,7 @@ def test_what_the_log_does_not_have_is_kept_as_it_is_and_counted(tmp_path, choic
     parts.append({"type": "input_image", "file_id": "file-1"})
     parts.append({"type": "image", "source": {"type": "base64", "data": "not base64!"}})
     log = write(tmp_path / "chat.jsonl", {"messages": chat(*parts)})
-    notes = rollout_io.convert([log], tmp_path / "ds", choices).summary.to_dict()["notes"]
+    notes = rollout_io.convert([log], tmp_path / "ds", **choices).summary.to_dict()["notes"]
     assert blobs_of(tmp_path / "ds") == [[None, name_of(ONE), None, None, None, None]]
     counts = {what.partition("parts ")[2][:24]: n for what, n in notes.items()}
     assert counts["that the log has only as"] == 1
@@ -176,7 +176,7 @@ def test_a_file_is_found_by_its_path_or_its_url(tmp_path, choices):
     for number, url in enumerate((str(there), there.as_uri(), "./there.png")):
         part = {"type": "image_url", "image_url": {"url": url}}
         log = write(tmp_path / f"{number}.jsonl", {"messages": chat(part)})
-        rollout_io.convert([log], tmp_path / f"ds{number}", choices)
+        rollout_io.convert([log], tmp_path / f"ds{number}", **choices)
         assert blobs_of(tmp_path / f"ds{number}") == [[name_of(ONE)]]
 
 
@@ -187,7 +187,7 @@ def test_base64_that_the_model_wrote_itself_is_no_picture_of_the_log(tmp_path, c
     log = write(
         tmp_path / "chat.jsonl", {"messages": [{"role": "user", "content": "Draw a cat."}, said]}
     )
-    rollout_io.convert([log], tmp_path / "ds", choices)
+    rollout_io.convert([log], tmp_path / "ds", **choices)
     table = rollout_io.read(tmp_path / "ds")
     assert "images" not in table.column_names
     answer = json.loads(table["messages"][0].as_py())[-1]
@@ -235,7 +235,7 @@ def steps(tmp_path):
 @pytest.mark.parametrize("layout", ["prefix", "full"])
 def test_merge_unmerge_and_both_layouts_keep_the_pictures(steps, tmp_path, layout):
     assert run(["merge", str(steps), "--out", str(tmp_path / "m"), "--layout", layout]) == 0
-    assert run(["unmerge", str(tmp_path / "m"), "--out", str(tmp_path / "u")]) == 0
+    assert run(["merge", "--undo", str(tmp_path / "m"), "--out", str(tmp_path / "u")]) == 0
     assert blobs_of(tmp_path / "m") == [[name_of(ONE), name_of(TWO)], [name_of(THREE)]]
     assert blobs_of(tmp_path / "u") == blobs_of(steps)
     for made in ("m", "u"):
@@ -284,7 +284,7 @@ def parts_in(messages):
 def test_exports_of_messages_have_the_bytes(tmp_path):
     log = write(tmp_path / "a.calls.jsonl", exact("a/0", [1, 2], ANTHROPIC, OPENAI))
     scores = write(tmp_path / "r.jsonl", {"session": "a/0", "reward": 1.0})
-    rollout_io.convert([log], tmp_path / "ds", Choices(rewards=str(scores)))
+    rollout_io.convert([log], tmp_path / "ds", rewards=str(scores))
     expected = [f"data:image/png;base64,{text_of(content)}" for content in (ONE, TWO)]
 
     export(tmp_path / "ds", tmp_path / "a.pt", "slime")
@@ -304,7 +304,7 @@ def test_exports_of_merged_rows_have_no_references_to_a_store(steps, tmp_path, f
     scores = [{"session": f"{name}/0", "reward": 1.0} for name in "ab"]
     rewards = write(tmp_path / "r.jsonl", *scores)
     log = steps.with_name("a.calls.jsonl")
-    rollout_io.convert([log], tmp_path / "again", Choices(rewards=str(rewards)))
+    rollout_io.convert([log], tmp_path / "again", rewards=str(rewards))
     assert run(["merge", str(tmp_path / "again"), "--out", str(tmp_path / "m")]) == 0
     merged = rollout_io.read(tmp_path / "m")["segments"].to_pylist()
     out = tmp_path / "out.parquet"
@@ -349,7 +349,7 @@ def test_the_pictures_of_a_rejected_run_are_not_stored(tmp_path):
     other = exact("b/0", [1, 2], OPENAI)
     other["response"]["choices"][0]["token_ids"] = []
     log = write(tmp_path / "a.calls.jsonl", exact("a/0", [1, 2], ANTHROPIC), other)
-    rollout_io.convert([log], tmp_path / "ds", Choices(on_error="skip"))
+    rollout_io.convert([log], tmp_path / "ds", on_error="skip")
     assert list(stored(tmp_path / "ds").values()) == [ONE]
 
 

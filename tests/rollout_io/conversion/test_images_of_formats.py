@@ -7,7 +7,7 @@ import json
 import pytest
 
 import rollout_io
-from rollout_io import Choices
+from rollout_io.conversion.settings import Keywords
 from tests.helpers.conversion_helpers import write
 
 pytestmark = pytest.mark.model
@@ -100,10 +100,10 @@ LOGS = {
 def test_the_picture_of_a_user_and_of_a_tool_are_one_blob(tmp_path, smollm2_dir, format):
     made, name = LOGS[format]
     log = write(tmp_path / name, *made())
-    choices = Choices(
+    choices = Keywords(
         format=format, tokenizer=str(smollm2_dir), chat_template="chatml_tools_thinking"
     )
-    rollout_io.convert([log], tmp_path / "ds", choices)
+    rollout_io.convert([log], tmp_path / "ds", **choices)
     row = rollout_io.read(tmp_path / "ds").to_pylist()[0]
     by_role = {m["role"]: m["content"] for m in json.loads(row["messages"]) if m["content"]}
     assert BLOB in by_role["user"]
@@ -119,12 +119,12 @@ def test_real_logs_with_images_have_their_bytes(tmp_path, smollm2_dir, harness_l
     folder = harness_logs.parent / "harness_logs_2026"
     if not folder.is_dir():
         pytest.skip(f"no logs in {folder}")
-    choices = Choices(tokenizer=str(smollm2_dir), chat_template="chatml_tools_thinking")
+    choices = Keywords(tokenizer=str(smollm2_dir), chat_template="chatml_tools_thinking")
     for number, log in enumerate(
         ("nemo_gym_images/example_rollouts.jsonl", "inspect_ai/log_images_tc.json")
     ):
         path, out = folder / log, tmp_path / str(number)
-        rollout_io.convert([path], out, choices)
+        rollout_io.convert([path], out, **choices)
         found = {file.read_bytes() for file in out.with_name(f"{out.name}.blobs").iterdir()}
         text = path.read_text()
         assert found

@@ -5,7 +5,6 @@ import json
 import pytest
 
 import rollout_io
-from rollout_io import Choices
 from rollout_io.retokenize import load_tokenizer
 from tests.helpers.conversion_helpers import write
 from tests.helpers.qwen import chat_template_of, save_qwen3
@@ -60,9 +59,7 @@ def converted(request, tmp_path_factory):
     lines = [{"id": f"s{i}", "messages": messages} for i, messages in enumerate(SEEN)]
     log = write(folder / "chat.jsonl", *lines)
     # Templates for chats without tools drop calls: such a run is refused by name.
-    done = rollout_io.convert(
-        [log], folder / "ds", Choices(tokenizer=str(directory), on_error="skip")
-    )
+    done = rollout_io.convert([log], folder / "ds", tokenizer=str(directory), on_error="skip")
     rows = rollout_io.read(folder / "ds").to_pylist()
     rules = {
         json.loads(line)["rule"]

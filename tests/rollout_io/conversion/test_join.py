@@ -6,7 +6,6 @@ from itertools import count
 import pytest
 
 import rollout_io
-from rollout_io import Choices
 from rollout_io.cli.main import run
 from schemas.errors import RolloutError
 from tests.helpers.conversion_helpers import write
@@ -105,9 +104,7 @@ def ids(table):
 def test_a_session_that_was_logged_and_recorded_is_joined_entirely(tmp_path):
     logs, calls = saved(tmp_path, made())
     rewards = write(tmp_path / "w.jsonl", {"session": "s/0", "reward": 0.75})
-    done = rollout_io.convert(
-        [logs], tmp_path / "ds", Choices(join=str(calls), rewards=str(rewards))
-    )
+    done = rollout_io.convert([logs], tmp_path / "ds", join=str(calls), rewards=str(rewards))
     assert done.joined == {
         "num_joined": 6,
         "num_without_call": 0,
@@ -136,7 +133,7 @@ def test_a_recorded_dataset_gives_the_same_rows_as_its_calls(tmp_path):
     rollout_io.convert([calls], tmp_path / "recorded")
     tables = []
     for i, join in enumerate((calls, tmp_path / "recorded")):
-        rollout_io.convert([logs], tmp_path / f"ds{i}", Choices(join=str(join)))
+        rollout_io.convert([logs], tmp_path / f"ds{i}", join=str(join))
         tables.append(rollout_io.read(tmp_path / f"ds{i}").replace_schema_metadata(None))
     assert tables[0].equals(tables[1])
 
@@ -177,7 +174,7 @@ def test_equal_answers_of_several_sessions_stay_in_their_sessions(tmp_path):
     logs, calls = saved(tmp_path, *sessions)
     reversed_calls = write(tmp_path / "r2.calls.jsonl", *sessions[1].calls, *sessions[0].calls)
     for i, join in enumerate((calls, reversed_calls)):
-        rollout_io.convert([logs], tmp_path / f"ds{i}", Choices(join=str(join)))
+        rollout_io.convert([logs], tmp_path / f"ds{i}", join=str(join))
         table = rollout_io.read(tmp_path / f"ds{i}")
         found = dict(zip(table["trajectory_id"].to_pylist(), ids(table), strict=True))
         assert found == {"a_0": 3, "b_0": 52}
@@ -190,8 +187,8 @@ def test_a_run_of_which_nothing_was_recorded_is_a_bad_record(tmp_path):
     other.answer("Nobody recorded me.", is_recorded=False)
     logs, calls = saved(tmp_path, made(), other)
     with pytest.raises(RolloutError, match=r"none of its 1 answer .*\[join\]"):
-        rollout_io.convert([logs], tmp_path / "ds", Choices(join=str(calls)))
-    done = rollout_io.convert([logs], tmp_path / "ds", Choices(join=str(calls), on_error="skip"))
+        rollout_io.convert([logs], tmp_path / "ds", join=str(calls))
+    done = rollout_io.convert([logs], tmp_path / "ds", join=str(calls), on_error="skip")
     assert done.summary.num_trajectories == 1
     assert done.joined["num_without_call"] == 1
 
@@ -199,15 +196,15 @@ def test_a_run_of_which_nothing_was_recorded_is_a_bad_record(tmp_path):
 def test_what_cannot_be_joined_is_refused_by_name(tmp_path):
     logs, calls = saved(tmp_path, made())
     with pytest.raises(RolloutError, match=r"has token ids itself.*\[join\]"):
-        rollout_io.convert([calls], tmp_path / "ds", Choices(join=str(calls)))
+        rollout_io.convert([calls], tmp_path / "ds", join=str(calls))
     with pytest.raises(RolloutError):
-        rollout_io.convert([logs], tmp_path / "ds", Choices(join=str(tmp_path / "absent")))
+        rollout_io.convert([logs], tmp_path / "ds", join=str(tmp_path / "absent"))
     rollout_io.convert([calls], tmp_path / "recorded")
     assert run(["merge", str(tmp_path / "recorded"), "--out", str(tmp_path / "m")]) == 0
     table = rollout_io.read(tmp_path / "m")
     if "segments" in table.column_names:
         with pytest.raises(RolloutError, match=r"rows of the dataset are merged.*\[join\]"):
-            rollout_io.convert([logs], tmp_path / "ds", Choices(join=str(tmp_path / "m")))
+            rollout_io.convert([logs], tmp_path / "ds", join=str(tmp_path / "m"))
     assert not (tmp_path / "ds").exists()
 
 
@@ -216,7 +213,7 @@ def test_pictures_of_recorded_calls_come_along(tmp_path):
     session.ask([{"type": "text", "text": "See."}, ANTHROPIC])
     session.answer("A cat.")
     logs, calls = saved(tmp_path, session)
-    rollout_io.convert([logs], tmp_path / "ds", Choices(join=str(calls)))
+    rollout_io.convert([logs], tmp_path / "ds", join=str(calls))
     images = rollout_io.read(tmp_path / "ds")["images"].to_pylist()
     assert images == [[{"blob": name_of(ONE), "position": None}]]
     assert list(stored(tmp_path / "ds").values()) == [ONE]
@@ -234,5 +231,5 @@ def test_what_a_harness_writes_differently_is_still_the_same_answer(tmp_path):
     said = session.log[-1]["message"]
     said["content"] = [{"type": "thinking", "thinking": "Two and one."}, *said["content"]]
     logs, calls = saved(tmp_path, session)
-    rollout_io.convert([logs], tmp_path / "ds", Choices(join=str(calls)))
+    rollout_io.convert([logs], tmp_path / "ds", join=str(calls))
     assert ids(rollout_io.read(tmp_path / "ds")) == [1, 2]

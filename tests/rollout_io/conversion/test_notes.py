@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rollout_io import Choices, convert
+from rollout_io import convert
 from rollout_io.conversion.slips import NO_SYSTEM, NO_TOOLS
 from rollout_io.conversion.summary import Summary
 from rollout_io.formats.claude_code import ADAPTER
@@ -41,5 +41,5 @@ def test_a_finished_conversion_still_knows_the_counts(tmp_path, smollm2_dir):
     assert done.summary.notes == expected
     assert table["response_text"].to_pylist() == ["Ho."]
     for was_done in (False, True):
-        again = convert([path], tmp_path / "again", Choices(**choices))
+        again = convert([path], tmp_path / "again", **choices)
         assert (again.was_done, again.summary.notes) == (was_done, expected)

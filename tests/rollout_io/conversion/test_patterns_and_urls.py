@@ -9,8 +9,9 @@ import fsspec
 import pytest
 
 import rollout_io
-from rollout_io import Choices, convert
+from rollout_io import convert
 from rollout_io.cli.main import run
+from rollout_io.conversion.settings import Keywords
 from tests.helpers.conversion_helpers import call, refusal, write
 
 
@@ -86,8 +87,8 @@ def test_urls_are_files_directories_and_patterns_packed_or_not(logs, tmp_path):
 def test_rewards_may_be_a_url(logs, tmp_path):
     line = b'{"session": "a/0", "reward": 0.5}'
     fsspec.filesystem("memory").pipe(f"/{tmp_path.name}/rewards.jsonl", line)
-    choices = Choices(rewards=f"memory://{tmp_path.name}/rewards.jsonl")
-    convert(logs / "a10.jsonl", tmp_path / "ds", choices)
+    choices = Keywords(rewards=f"memory://{tmp_path.name}/rewards.jsonl")
+    convert(logs / "a10.jsonl", tmp_path / "ds", **choices)
     assert rollout_io.read(tmp_path / "ds")["reward"].to_pylist() == [0.5]
 
 

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from rollout_io import Choices, convert, read_log
+from rollout_io import convert, read_log
 from rollout_io.cli.main import run
+from rollout_io.conversion.settings import Keywords
 from schemas.errors import RolloutError
 from tests.helpers.conversion_helpers import call, refusal, write
 
@@ -34,7 +35,7 @@ def test_runs_of_text_are_counted_among_all_runs_of_all_formats(tmp_path, smollm
         assert (caught.value.rule, caught.value.where) == ("no_token_ids", f"{text}:1")
     write(text, TEXTS[0])
     assert f"{text}:1: the log has text but no token ids" in refusal(text, tmp_path / "ds").sentence
-    convert([text, calls], tmp_path / "ds", Choices(tokenizer=str(smollm2_dir)))
+    convert([text, calls], tmp_path / "ds", tokenizer=str(smollm2_dir))
 
 
 def test_a_conversion_that_skips_ends_with_the_reasons_by_count_and_their_hints(tmp_path, capsys):
@@ -68,7 +69,7 @@ def test_at_most_eight_reasons_are_printed(tmp_path):
 
 def test_where_nothing_can_be_used_the_hint_is_that_of_the_most_frequent_error(tmp_path):
     text = write(tmp_path / "text.jsonl", *TEXTS)
-    error = refusal(text, tmp_path / "ds", Choices(on_error="skip"))
+    error = refusal(text, tmp_path / "ds", on_error="skip")
     assert error.rule == "no_calls"
     assert "the most frequent error is [no_token_ids]: pass --tokenizer DIR" in error.hint
 
@@ -91,9 +92,7 @@ def test_where_nothing_can_be_used_the_reasons_are_those_of_any_conversion(tmp_p
 def test_the_first_of_a_reason_is_that_of_the_first_line(tmp_path):
     bad = [call("a/0", -5), b'"text"', call("b/0")]
     log = write(tmp_path / "calls.jsonl", *bad, *(call(f"c{i}/0", -5) for i in range(9)), b"3")
-    reasons = convert(
-        log, tmp_path / "ds", Choices(on_error="skip", format="calls")
-    ).summary.reasons
+    reasons = convert(log, tmp_path / "ds", on_error="skip", format="calls").summary.reasons
     firsts = {reason["rule"]: reason["first"] for reason in reasons}
     assert firsts["record_type"].startswith(f"{log}:2: found a string as the entire line")
     assert firsts["token_range"].startswith(f"{log}:1: ")
@@ -101,20 +100,20 @@ def test_the_first_of_a_reason_is_that_of_the_first_line(tmp_path):
 
 def test_a_line_of_another_type_is_named_as_a_whole_and_the_hint_leads_to_its_format(tmp_path):
     log = write(tmp_path / "calls.jsonl", call("a/0"), b'"text"')
-    error = refusal(log, tmp_path / "ds", Choices(format="calls"))
+    error = refusal(log, tmp_path / "ds", format="calls")
     assert error.sentence == f"{log}:2: found a string as the entire line; expected an object."
-    assert error.hint.startswith("see docs/formats.md#calls for the fields of the format; or pass")
+    assert error.hint.startswith("see docs/formats/calls.md for the fields of the format; or pass")
     write(log, call("a/0"), b'{"session": 5}')
-    error = refusal(log, tmp_path / "ds", Choices(format="calls"))
+    error = refusal(log, tmp_path / "ds", format="calls")
     assert (error.where, error.got) == (f"{log}:2, $.session", "`int`")
 
 
 def test_text_has_no_log_probabilities_to_ask_an_engine_for(tmp_path, smollm2_dir):
     text = write(tmp_path / "text.jsonl", *TEXTS)
-    choices = Choices(tokenizer=str(smollm2_dir))
-    summary = convert(text, tmp_path / "ds", choices).summary
+    choices = Keywords(tokenizer=str(smollm2_dir))
+    summary = convert(text, tmp_path / "ds", **choices).summary
     assert (summary.num_rows, summary.num_without_logprobs) == (3, 3)
     assert "log-probabilities" not in summary.text("ds")
     calls = write(tmp_path / "calls.jsonl", call("a/0"))
-    summary = convert([text, calls], tmp_path / "both", choices).summary
+    summary = convert([text, calls], tmp_path / "both", **choices).summary
     assert "1 row without log-probabilities" in summary.text("both")

@@ -8,7 +8,7 @@ import fsspec
 import pytest
 
 import rollout_io
-from rollout_io import Choices, convert, read_log
+from rollout_io import convert, read_log
 from rollout_io.cli.main import run
 from tests.helpers.conversion_helpers import call, write
 from tests.helpers.harbor_helpers import GOLDEN
@@ -34,14 +34,14 @@ def remote(tmp_path):
 def check_same(folder, url, tmp_path, **choices):
     """The same rows and history, with URLs instead of paths."""
     for name, given in (("local", folder), ("remote", url)):
-        convert(given, tmp_path / name, Choices(**choices))
+        convert(given, tmp_path / name, **choices)
     local, found = (rollout_io.read(tmp_path / name) for name in ("local", "remote"))
     assert json.loads(json.dumps(found.to_pylist()).replace(url, str(folder))) == local.to_pylist()
     assert all(text.startswith(url) for text in found["source"].to_pylist())
     ours, theirs = (rollout_io.read_metadata(tmp_path / name) for name in ("local", "remote"))
     made = json.dumps(theirs.made_by[0])
     assert json.loads(made.replace(url, str(folder))) == json.loads(json.dumps(ours.made_by[0]))
-    assert convert(url, tmp_path / "remote", Choices(**choices)).was_done
+    assert convert(url, tmp_path / "remote", **choices).was_done
     return found
 
 

@@ -2,10 +2,11 @@
 
 import pytest
 
-from rollout_io import Choices, convert
+from rollout_io import convert
+from rollout_io.conversion.settings import Keywords
 from tests.helpers.conversion_helpers import SHOP, call, write
 
-CALLS = Choices(format="calls")
+CALLS = Keywords(format="calls")
 
 
 def logged(session, ids, logprobs):
@@ -17,7 +18,7 @@ def logged(session, ids, logprobs):
 
 def said(tmp_path, name, lines):
     out = tmp_path / name
-    return convert(write(tmp_path / f"{name}.jsonl", *lines), out, CALLS).summary.text(str(out))
+    return convert(write(tmp_path / f"{name}.jsonl", *lines), out, **CALLS).summary.text(str(out))
 
 
 def test_a_zero_before_all_rows_is_named_with_the_verb_that_checks_it(tmp_path):
@@ -42,4 +43,4 @@ def test_values_that_an_engine_returns_are_not_called_shifted(tmp_path, row):
 
 
 def test_the_logs_of_a_real_engine_are_not_called_shifted(tmp_path):
-    assert "shifted" not in convert(SHOP, tmp_path / "ds", CALLS).summary.text("ds")
+    assert "shifted" not in convert(SHOP, tmp_path / "ds", **CALLS).summary.text("ds")

@@ -191,13 +191,17 @@ def test_a_label_elsewhere_in_calls_is_told(tmp_path, smollm2_dir, capsys):
     assert "(name the sessions TASK/REPETITION): 1" in said
 
 
-def test_calls_of_text_alone_are_sent_to_the_format_of_text(tmp_path, smollm2_dir, capsys):
+def test_calls_of_text_alone_are_retokenized(tmp_path, smollm2_dir, capsys):
     record = call_line("a/0", asked("1+5?")[:1])
     record["response"] = {"choices": [{"index": 0, "message": ANSWER}]}
-    assert converted(tmp_path, smollm2_dir, record) == 1
+    log, out = write_lines(tmp_path / "log.jsonl", record), str(tmp_path / "ds")
+    assert run(["convert", str(log), "--out", out]) == 1
     said = " ".join(capsys.readouterr().err.split())
     assert "no prompt token ids. [no_token_ids]" in said
-    assert "write the messages as a line of `openai_messages` and pass --tokenizer DIR" in said
+    assert "pass --tokenizer DIR to re-tokenize the text" in said
+    template = ["--chat-template", "chatml_tools_thinking"]
+    assert converted(tmp_path, smollm2_dir, record, options=template) == 0
+    assert "1 row re-tokenized from text" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("names", "is_told"), [("ab", True), ("aa", False), ("a", False)])

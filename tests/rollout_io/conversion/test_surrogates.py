@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_io import Choices, convert, read
+from rollout_io import convert, read
+from rollout_io.conversion.settings import Keywords
 from rollout_io.formats.parsing.content import canonical_json
 from rollout_io.formats.parsing.jsonl import SURROGATES, decoded, without_lone_surrogates
 from schemas.errors import RolloutError
@@ -69,8 +70,8 @@ def codex(*texts):
 )
 def test_a_log_with_a_lone_surrogate_is_recognized_and_read(write, name, tmp_path, smollm2_dir):
     (tmp_path / name).write_text(write(LONE, "whole"))
-    choices = Choices(tokenizer=str(smollm2_dir), chat_template="chatml_tools_thinking")
-    done = convert([str(tmp_path / name)], tmp_path / "ds", choices).summary
+    choices = Keywords(tokenizer=str(smollm2_dir), chat_template="chatml_tools_thinking")
+    done = convert([str(tmp_path / name)], tmp_path / "ds", **choices).summary
     assert (done.num_rejected, done.notes[SURROGATES]) == (0, 1)
     messages = "".join(read(tmp_path / "ds")["messages"].to_pylist())
     assert "cut \ufffd" in messages
@@ -87,9 +88,7 @@ def test_rewards_are_not_given_to_a_name_that_was_changed(tmp_path):
     )
     (tmp_path / "r.jsonl").write_text(json.dumps({"session": "a\ud800/0", "reward": 1.0}))
     with pytest.raises(RolloutError) as caught:
-        convert(
-            [str(tmp_path / "a.jsonl")], tmp_path / "ds", Choices(rewards=str(tmp_path / "r.jsonl"))
-        )
+        convert([str(tmp_path / "a.jsonl")], tmp_path / "ds", rewards=str(tmp_path / "r.jsonl"))
     assert caught.value.rule == "json_line"
     assert "lone surrogate" in str(caught.value)
 

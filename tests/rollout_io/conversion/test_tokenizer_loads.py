@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from rollout_io import Choices, convert
+from rollout_io import convert
 from rollout_io.conversion import text
 from tests.helpers.verifiers_helpers import call, row
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.model
 
 def num_loads(inputs, out, **choices):
     text._loaded.cache_clear()
-    convert([inputs], out, Choices(**choices))
+    convert([inputs], out, **choices)
     return text._loaded.cache_info().misses
 
 

@@ -98,7 +98,7 @@ def _check(folder, name, layout, steps):
         f"inspect {given_ds}",
         f"drift {given_ds}",
         f"merge {given_ds} --out {folder / 'merged'}",
-        f"unmerge {folder / 'merged'} --out {folder / 'steps'}",
+        f"merge --undo {folder / 'merged'} --out {folder / 'steps'}",
         f"filter {given_ds} --where step_index>=0 --out {folder / 'filtered'}",
         f"filter {given_ds} --where step_index>=0 --prefix-names --out {folder / 'mixed'}",
         f"export {given_ds} --format parquet --out {folder / 'parquet'}",

@@ -270,7 +270,7 @@ def test_lists_of_every_variant_are_read_as_plain_ones_by_every_verb(variant, tm
         ["inspect", dataset],
         ["filter", dataset, "--min-steps", "1", "--out", f"{dataset}-filtered"],
         ["merge", dataset, "--out", f"{dataset}-merged"],
-        ["unmerge", f"{dataset}-merged", "--out", f"{dataset}-back"],
+        ["merge", "--undo", f"{dataset}-merged", "--out", f"{dataset}-back"],
         ["export", dataset, "--format", "hf", "--out", f"{dataset}-hf"],
     ):
         assert run(command) == 0, (command, capfd.readouterr().err)

@@ -14,10 +14,10 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from rollout_io import Choices, RolloutWriter, convert, read, read_log
+from rollout_io import RolloutWriter, convert, read, read_log
 from rollout_io.cli.main import run
 from rollout_io.conversion.opened_logs import Log, Opened
-from rollout_io.conversion.settings import identity_of
+from rollout_io.conversion.settings import Choices, Keywords, identity_of
 from rollout_io.dataset.opening import read_input
 from rollout_io.dataset.rewriting import rewrite
 from rollout_io.formats.calls import ADAPTER
@@ -62,7 +62,7 @@ def piped(content):
 
 def convert_pipe(content, out):
     with piped(content) as name:
-        return convert(name, out, Choices(format="calls"))
+        return convert(name, out, format="calls")
 
 
 def test_another_log_through_a_pipe_of_the_same_name_is_another_log(tmp_path):
@@ -74,7 +74,7 @@ def test_another_log_through_a_pipe_of_the_same_name_is_another_log(tmp_path):
 
 def convert_rewarded(reward, log, out):
     with piped(json.dumps({"session": "a/0", "reward": reward}).encode()) as name:
-        return convert(log, out, Choices(format="calls", rewards=name))
+        return convert(log, out, format="calls", rewards=name)
 
 
 def test_other_rewards_through_a_pipe_of_the_same_name_are_other_rewards(tmp_path):
@@ -115,12 +115,12 @@ def replaced(path, content):
 def test_inputs_of_the_same_size_and_time_are_distinguished_by_content(changed, tmp_path):
     log = write(tmp_path / "log", call("a/0", 5))
     rewards = write(tmp_path / "rewards", {"session": "a/0", "reward": 1})
-    choices = Choices(format="calls", rewards=str(rewards))
-    convert(log, tmp_path / "ds", choices)
-    assert convert(log, tmp_path / "ds", choices).was_done
+    choices = Keywords(format="calls", rewards=str(rewards))
+    convert(log, tmp_path / "ds", **choices)
+    assert convert(log, tmp_path / "ds", **choices).was_done
     path = tmp_path / changed
     replaced(path, path.read_bytes().replace(b"[5]", b"[6]").replace(b"1}", b"2}"))
-    assert refusal(log, tmp_path / "ds", choices).rule == "out_is_free"
+    assert refusal(log, tmp_path / "ds", **choices).rule == "out_is_free"
 
 
 def test_a_tokenizer_and_a_chat_template_are_identified_by_their_contents_without_the_weights(
@@ -228,7 +228,7 @@ def test_a_directory_with_pipes_and_devices_is_looked_through(tmp_path):
     (folder / "zero.json").symlink_to("/dev/zero")
     write(folder / "b.calls.jsonl", call("a/0"))
     assert run(["formats", str(folder)]) == 0
-    convert(folder, tmp_path / "ds", Choices(format="calls"))
+    convert(folder, tmp_path / "ds", format="calls")
     assert read(tmp_path / "ds").num_rows == 1
 
 
@@ -252,7 +252,7 @@ def test_a_line_without_an_end_is_one_rejected_record(tmp_path, monkeypatch):
     monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 1000)
     long = json.dumps(call("b/0") | {"padding": "x" * 5000}).encode()
     log = write(tmp_path / "log", call("a/0"), long, call("c/0"))
-    done = convert(log, tmp_path / "ds", Choices(format="calls", on_error="skip"))
+    done = convert(log, tmp_path / "ds", format="calls", on_error="skip")
     counts = done.summary
     assert (counts.num_records, counts.num_written, counts.num_rejected) == (3, 2, 1)
     (rejected,) = rejected_in(tmp_path / "ds")
@@ -278,7 +278,7 @@ def test_rewards_that_are_packed_are_unpacked(tmp_path):
     log = write(tmp_path / "log", call("a/0"))
     rewards = write(tmp_path / "rewards.jsonl", {"session": "a/0", "reward": 0.5})
     subprocess.run([shutil.which("gzip"), rewards], check=True)
-    table = read_log(log, Choices(format="calls", rewards=f"{rewards}.gz"))
+    table = read_log(log, format="calls", rewards=f"{rewards}.gz")
     assert table.column("reward").to_pylist() == [0.5]
 
 

@@ -15,7 +15,7 @@ from rollout_io import RolloutWriter, check, iter_tables, read, read_metadata
 from rollout_io.conversion import driver
 from rollout_io.conversion.chunk import Chunk
 from rollout_io.conversion.plan import chunks, plan, plan_logs
-from rollout_io.conversion.settings import Choices
+from rollout_io.conversion.settings import Keywords
 from rollout_io.dataset.footer import Part
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.rewriting import rewrite
@@ -155,9 +155,9 @@ def test_processes_that_convert_start_while_the_runs_are_found(is_empty, tmp_pat
     monkeypatch.setattr(driver, "plan_logs", planned)
     log = tmp_path / "calls.jsonl"
     log.write_text("" if is_empty else (EXAMPLES / "shop.calls.jsonl").read_text())
-    choices = Choices(format="calls")
+    choices = Keywords(format="calls")
     with pytest.raises(RolloutError) if is_empty else nullcontext():
-        driver.convert([log], tmp_path / "ds", choices, workers=2, chunk_bytes=100_000)
+        driver.convert([log], tmp_path / "ds", **choices, workers=2, chunk_bytes=100_000)
     assert seen == [2 - is_empty]
     assert not multiprocessing.active_children()
 

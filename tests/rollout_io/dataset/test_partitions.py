@@ -171,8 +171,8 @@ def test_a_trajectory_in_two_partitions_is_a_breach(workers, tmp_path):
 def test_every_verb_reads_the_columns_and_writes_them_as_ordinary_ones(dataset, tmp_path, capsys):
     for verb in ("validate", "stats", "inspect", "drift"):
         assert run([verb, str(dataset)]) == 0, capsys.readouterr().err
-    for verb, *options in (["merge"], ["filter", "--where", "run = 'b'"], ["unmerge"]):
-        out = tmp_path / verb
+    for verb, *options in (["merge"], ["filter", "--where", "run = 'b'"], ["merge", "--undo"]):
+        out = tmp_path / "-".join([verb, *options[:1]])
         assert run([verb, str(dataset), *options, "--out", str(out)]) == 0, capsys.readouterr().err
         assert all(path.suffix == ".parquet" for path in out.iterdir())
         kept = "b" if verb == "filter" else "ab"

@@ -78,7 +78,7 @@ VERBS = {
     "drift": ["--json"],
     "filter": ["--where", "return > 0", "--dry-run"],
     "merge": ["--out", "OUT"],
-    "unmerge": ["--out", "OUT"],
+    "merge --undo": ["--out", "OUT"],
     "export": ["--format", "parquet", "--out", "OUT"],
     "train": ["--model", "model", "--dry-run", "--json"],
 }
@@ -92,7 +92,7 @@ def test_every_verb_takes_several_paths_as_one_dataset(verb, name, tmp_path, cap
         save_tiny_model(tmp_path / "model")
     printed, written = [], []
     for paths in (["both"], NAMED[name][1]):
-        assert run([verb, *paths, *VERBS[verb]]) == 0, capsys.readouterr().err
+        assert run([*verb.split(), *paths, *VERBS[verb]]) == 0, capsys.readouterr().err
         shown = capsys.readouterr().out
         for path in ("both", joined(paths)):
             shown = shown.replace(json.dumps(path)[1:-1], "DS")

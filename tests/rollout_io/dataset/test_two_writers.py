@@ -12,8 +12,9 @@ import pytest
 
 import rollout_io
 from pipelines.record.shards import lock_dataset
-from rollout_io import Choices, convert
+from rollout_io import convert
 from rollout_io.cli.main import run
+from rollout_io.conversion.settings import Keywords
 from rollout_io.conversion.staging import Staging
 from rollout_io.dataset.atomic_files import whole
 from rollout_io.dataset.locking import Destination
@@ -23,12 +24,12 @@ from rollout_io.dataset.storage import Location, publish
 from schemas.errors import RolloutError
 from tests.helpers.conversion_helpers import call, in_subprocess, refusal, write
 
-CHOICES = Choices(format="calls")
+CHOICES = Keywords(format="calls")
 VERBS = {
     "convert": "convert {log} --format calls --out {out}",
     "filter": "filter {ds} --where step_index>=0 --out {out}",
     "merge": "merge {ds} --out {out}",
-    "unmerge": "unmerge {ds} --out {out}",
+    "undo": "merge --undo {ds} --out {out}",
     "parquet": "export {ds} --format parquet --out {out}",
     "hf": "export {ds} --format hf --out {out}",
     "skyrl": "export {ds} --format skyrl --out {out}",
@@ -40,7 +41,7 @@ VERBS = {
 @pytest.fixture
 def given(tmp_path):
     log, ds = write(tmp_path / "log", *(call(f"a/{i}", 5) for i in range(3))), tmp_path / "ds"
-    convert([log], ds, CHOICES)
+    convert([log], ds, **CHOICES)
     table = rollout_io.read(ds)
     shutil.rmtree(ds)
     with rollout_io.RolloutWriter(ds) as writer:
@@ -158,8 +159,7 @@ def stopped(*arguments):
         os.kill(os.getpid(), 9)
     done.append(publish(*arguments))
 staging.publish = stopped
-choices = rollout_io.Choices(format="calls")
-rollout_io.convert([sys.argv[1]], sys.argv[2], choices, chunk_bytes=1)
+rollout_io.convert([sys.argv[1]], sys.argv[2], format="calls", chunk_bytes=1)
 """
     assert in_subprocess("-c", code, log, out, moves).returncode == -signal.SIGKILL
     assert len(list(out.glob("*.parquet"))) == moves
@@ -171,7 +171,7 @@ def foreign(tmp_path):
     folder = tmp_path / "foreign"
     folder.mkdir()
     rollout = folder / "part-00000.parquet"
-    convert([write(tmp_path / "other", call("z/0", 5))], tmp_path / "zs", CHOICES)
+    convert([write(tmp_path / "other", call("z/0", 5))], tmp_path / "zs", **CHOICES)
     (tmp_path / "zs" / "part-00000.parquet").rename(rollout)
     (folder / "notes").write_text("notes without a final newline")
     return folder
@@ -245,7 +245,7 @@ def test_forged_bookkeeping_moves_deletes_and_publishes_nothing_of_others(
     before = {path.name: path.read_bytes() for path in foreign.iterdir()}
     rules = []
     with suppress_rollout_error(rules):
-        convert([log], out, CHOICES, chunk_bytes=1)
+        convert([log], out, **CHOICES, chunk_bytes=1)
     shards = sorted(out.glob("*.parquet"))
     found = [rollout_io.read(shard)["trajectory_id"].to_pylist() for shard in shards]
     refused = moves and rules == ["out_is_free"] and found == [["a_0"]]
@@ -258,7 +258,7 @@ def test_a_conversion_killed_before_it_published_yields_to_another_one(tmp_path)
     log, out = write(tmp_path / "log", *(call(f"a/{i}", 5) for i in range(3))), tmp_path / "out"
     killed(log, out, 0)
     other = write(tmp_path / "other", *(call(f"b/{i}", 5) for i in range(5)))
-    convert([other], out, CHOICES, chunk_bytes=1)
+    convert([other], out, **CHOICES, chunk_bytes=1)
     assert rollout_io.read(out)["instance_id"].to_pylist() == ["b"] * 5
     assert not (out / ".converting").exists()
 
@@ -269,10 +269,10 @@ def test_a_publication_that_was_killed_is_completed_but_replaces_nothing(tmp_pat
     killed(log, out, 1)
     theirs = out / "part-00001.parquet"
     theirs.write_bytes(b"theirs")
-    assert refusal([log], out, CHOICES, chunk_bytes=1).rule == "out_is_free"
+    assert refusal([log], out, **CHOICES, chunk_bytes=1).rule == "out_is_free"
     assert theirs.read_bytes() == b"theirs"
     theirs.unlink()
-    assert convert([log], out, CHOICES, chunk_bytes=1).num_resumed == 3
+    assert convert([log], out, **CHOICES, chunk_bytes=1).num_resumed == 3
     assert rollout_io.read(out).num_rows == 3
 
 
@@ -281,7 +281,7 @@ def test_a_link_in_place_of_the_staging_directory_is_refused(tmp_path, foreign):
     out.mkdir()
     (out / ".converting").symlink_to(foreign)
     before = sorted(foreign.iterdir())
-    assert refusal([log], out, CHOICES).rule == "out_is_free"
+    assert refusal([log], out, **CHOICES).rule == "out_is_free"
     assert sorted(foreign.iterdir()) == before
     assert Staging(out).out.path == str(out)
 
@@ -289,7 +289,7 @@ def test_a_link_in_place_of_the_staging_directory_is_refused(tmp_path, foreign):
 def other_shard(given):
     """A shard of another dataset."""
     other = given["ds"].parent / "zs"
-    convert([write(given["ds"].parent / "other", call("z/0", 5))], other, CHOICES)
+    convert([write(given["ds"].parent / "other", call("z/0", 5))], other, **CHOICES)
     return other / "part-00000.parquet"
 
 
@@ -342,7 +342,7 @@ def test_text_that_is_not_utf_8_is_refused_by_name(given, capsys):
     for name, column in (("mine", bad), ("mine", nested), ("agent", bad)):
         kept = table.drop_columns([n for n in table.column_names if n == name])
         pq.write_table(kept.append_column(name, column), shard)
-        for verb in ("filter", "merge", "unmerge", "hf"):
+        for verb in ("filter", "merge", "undo", "hf"):
             assert run(command(verb, given)) == 1
         for line in (["validate"], ["stats"], ["inspect"]):
             assert run([*line, str(given["ds"])]) == 1, line

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from rollout_io import Choices, read_log
+from rollout_io import read_log
 from schemas.errors import RolloutError
 from tests.conftest import ROOT
 
@@ -120,7 +120,7 @@ def test_tokens_that_were_cut_to_the_trainers_length_are_no_contradiction(tmp_pa
 @pytest.mark.model
 @pytest.mark.parametrize("log", TEXTS)
 def test_the_text_of_every_format_tells_a_wrong_tokenizer(log, smollm2_dir, tmp_path):
-    assert read_log([PEERS / log], Choices(tokenizer=str(smollm2_dir))).num_rows
+    assert read_log([PEERS / log], tokenizer=str(smollm2_dir)).num_rows
     other = tmp_path / "other"
     shutil.copytree(smollm2_dir, other, ignore=shutil.ignore_patterns("*.safetensors"))
     content = json.loads((other / "tokenizer.json").read_text(encoding="utf-8"))
@@ -130,4 +130,4 @@ def test_the_text_of_every_format_tells_a_wrong_tokenizer(log, smollm2_dir, tmp_
     vocab.update(zip(plain, reversed(ids), strict=True))
     (other / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
     with pytest.raises(RolloutError, match="other_tokenizer"):
-        read_log([PEERS / log], Choices(tokenizer=str(other)))
+        read_log([PEERS / log], tokenizer=str(other))

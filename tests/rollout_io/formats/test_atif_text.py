@@ -6,7 +6,8 @@ import shutil
 import polars as pl
 import pytest
 
-from rollout_io import Choices, convert, read, read_log, read_metadata
+from rollout_io import convert, read, read_log, read_metadata
+from rollout_io.conversion.settings import Keywords
 from rollout_io.formats.atif_document import UNKNOWN_CONTEXTS
 from schemas import check
 from schemas.errors import RolloutError
@@ -27,8 +28,8 @@ pytestmark = pytest.mark.model
 def rows(smollm2_dir):
     def read(*paths):
         template = "chatml_tools_thinking"
-        choices = Choices(format="harbor", tokenizer=str(smollm2_dir), chat_template=template)
-        table = read_log([str(path) for path in paths], choices)
+        choices = Keywords(format="harbor", tokenizer=str(smollm2_dir), chat_template=template)
+        table = read_log([str(path) for path in paths], **choices)
         assert check(table).is_empty()
         return pl.DataFrame(pl.from_arrow(table))
 
@@ -171,8 +172,8 @@ def test_calls_whose_context_is_not_in_the_log_are_left_out_and_counted(
         said(6, "agent", "After."),
     ]
     path = write(tmp_path / "a.json", atif(*steps))
-    choices = Choices(tokenizer=str(smollm2_dir), chat_template="chatml_tools_thinking")
-    done = convert([str(path)], tmp_path / "ds", choices).summary
+    choices = Keywords(tokenizer=str(smollm2_dir), chat_template="chatml_tools_thinking")
+    done = convert([str(path)], tmp_path / "ds", **choices).summary
     messages = read(tmp_path / "ds").column("messages").to_pylist()
     chats = [[m["content"] for m in json.loads(text)] for text in messages]
     assert chats == [["The task.", "Before."], ["A summary.", "After."]]
@@ -231,9 +232,9 @@ def test_a_trial_with_ids_in_one_of_its_steps_alone_is_refused(tmp_path, trial, 
     directory = write_trial(tmp_path, record)
     chat = atif(said(1, "user", "Go."), said(2, "agent", "Gone."))
     write(directory / "steps" / "two" / "agent" / "trajectory.json", chat)
-    choices = Choices(format="harbor", tokenizer=str(smollm2_dir))
+    choices = Keywords(format="harbor", tokenizer=str(smollm2_dir))
     with pytest.raises(Exception, match="no_token_ids") as caught:
-        read_log([str(directory)], choices)
+        read_log([str(directory)], **choices)
     assert "step_results[1]" in str(caught.value)
 
 
@@ -277,7 +278,7 @@ def test_without_a_tokenizer_the_hint_names_both_ways_out(tmp_path):
 
 def refused(smollm2_dir, path):
     with pytest.raises(RolloutError) as caught:
-        read_log([str(path)], Choices(format="harbor", tokenizer=str(smollm2_dir)))
+        read_log([str(path)], format="harbor", tokenizer=str(smollm2_dir))
     return caught.value
 
 
@@ -307,11 +308,11 @@ def test_the_template_is_recorded_only_if_it_rendered_a_row(tmp_path, trial, smo
         failed = {"exception_info": failure("SandboxError")} if name == "failed" else {}
         if name in {"failed", "text"}:
             write_trial(job, details(trial("t2")) | failed, GONE)
-    choices = Choices(format="harbor", tokenizer=str(smollm2_dir))
-    convert(job, tmp_path / "ds", choices)
+    choices = Keywords(format="harbor", tokenizer=str(smollm2_dir))
+    convert(job, tmp_path / "ds", **choices)
     metadata = read_metadata(tmp_path / "ds")
     is_text = name in {"text", "text_parts"}
-    table = read_log([str(job)], choices)
+    table = read_log([str(job)], **choices)
     assert ("retokenized" in table["token_source"].to_pylist()) == is_text
     assert (metadata.chat_template_fingerprint is not None) == is_text
     assert ("template_text" in metadata.made_by[0]) == is_text
@@ -355,7 +356,7 @@ def test_a_step_of_several_calls_is_refused_in_text_too(tmp_path, smollm2_dir):
     error = refused(smollm2_dir, path)
     assert (error.rule, error.where) == ("no_token_ids", f"{path}, $.steps[1]")
     assert "summed over 3 calls" in error.got
-    assert len(read_log([str(write(path, GONE))], Choices(tokenizer=str(smollm2_dir)))) == 1
+    assert len(read_log([str(write(path, GONE))], tokenizer=str(smollm2_dir))) == 1
 
 
 def test_the_last_context_of_the_main_agent_carries_the_outcome(tmp_path, rows, trial):

@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import rollout_io
-from rollout_io import Choices, read_log
+from rollout_io import read_log
+from rollout_io.conversion.settings import Keywords
 from rollout_io.formats.parsing.naming import natural_key, split_session
 from schemas import check
 from schemas.columns import metrics_dict
@@ -48,7 +49,7 @@ def write(path: Path, records: list[Record]) -> Path:
 
 
 def read_calls(paths, rewards=None):
-    return read_log(paths, Choices(format="calls", rewards=rewards and str(rewards)))
+    return read_log(paths, format="calls", rewards=rewards and str(rewards))
 
 
 def convert(
@@ -468,8 +469,8 @@ def test_a_header_of_routed_experts_that_says_anything_rejects_its_record_alone(
     experts: str, tmp_path: Path
 ) -> None:
     log = write(tmp_path / "calls.jsonl", [routed(experts), call("b/0", [1], [2])])
-    choices = Choices(format="calls", on_error="skip")
-    summary = rollout_io.convert(log, tmp_path / "ds", choices).summary
+    choices = Keywords(format="calls", on_error="skip")
+    summary = rollout_io.convert(log, tmp_path / "ds", **choices).summary
     assert (summary.num_written, summary.num_rejected) == (1, 1)
     (rejected,) = map(json.loads, (tmp_path / "ds.rejected.jsonl").read_text().splitlines())
     assert rejected["rule"] == "routing_shape"

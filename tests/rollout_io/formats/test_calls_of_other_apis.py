@@ -80,7 +80,11 @@ def test_tokens_that_lack_a_word_of_the_tool_call_are_refused(tmp_path: Path, sa
 
 
 OTHER_APIS = {
-    "Anthropic's Messages API": {"type": "message", "content": [{"type": "text", "text": "x"}]},
+    "Anthropic's Messages API": {
+        "type": "message",
+        "role": "assistant",
+        "content": [{"type": "text", "text": "x"}],
+    },
     "OpenAI's Responses API": {"object": "response", "output": []},
     "Gemini's API": {"candidates": [{"content": {"parts": [{"text": "x"}]}}]},
     "SGLang's /generate": {"text": "x", "output_ids": [1], "meta_info": {"id": "r"}},
@@ -89,12 +93,16 @@ OTHER_APIS = {
 }
 
 
+TEXT_IS_READ = {"Anthropic's Messages API", "Gemini's API", "Ollama's API"}
+
+
 @pytest.mark.parametrize("name", OTHER_APIS)
 def test_a_response_of_another_api_is_named(tmp_path: Path, name: str) -> None:
+    rule = "no_token_ids" if name in TEXT_IS_READ else "other_api"
     record = call("a/0", [1], [2]) | {"response": OTHER_APIS[name]}
     with pytest.raises(RolloutError) as caught:
         read_calls([write(tmp_path / "a.jsonl", [record])])
-    assert (caught.value.rule, name in str(caught.value)) == ("other_api", True)
+    assert (caught.value.rule, name in str(caught.value)) == (rule, True)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ import pytest
 from transformers import AutoTokenizer
 
 import rollout_io
-from rollout_io import Choices, read_log
+from rollout_io import read_log
+from rollout_io.conversion.settings import Keywords
 from schemas.errors import RolloutError
 from tests.conftest import ROOT
 
@@ -13,7 +14,7 @@ WIRE = ROOT / "tests" / "data" / "peers" / "vllm"
 
 
 def rows_of(name):
-    return read_log([WIRE / f"{name}.calls.jsonl"], Choices(format="calls")).to_pylist()
+    return read_log([WIRE / f"{name}.calls.jsonl"], format="calls").to_pylist()
 
 
 def raw_calls(name):
@@ -138,7 +139,7 @@ def test_streamed_calls_are_as_many_as_their_ids_whatever_their_index(layout, tm
     request = {"model": "m", "messages": [{"role": "user", "content": "List both."}]}
     path = tmp_path / "a.calls.jsonl"
     path.write_text(json.dumps({"session": "a/0", "request": request, "response": body}))
-    (row,) = read_log([path], Choices(format="calls")).to_pylist()
+    (row,) = read_log([path], format="calls").to_pylist()
     calls = json.loads(row["response_text"])
     functions = [{"name": "ls", "arguments": f'{{"n":{n}}}'} for n in (1, 2)]
     assert [(c["id"], c["function"]) for c in calls] == [*zip("ab", functions, strict=True)]
@@ -159,6 +160,6 @@ def test_streamed_calls_that_share_an_index_agree_with_their_ids(smollm2_dir, tm
     request = {"model": "m", "messages": [{"role": "user", "content": "Weather?"}]}
     path = tmp_path / "a.calls.jsonl"
     path.write_text(json.dumps({"session": "a/0", "request": request, "response": body}))
-    choices = Choices(format="calls", tokenizer=str(smollm2_dir))
-    made = rollout_io.convert(path, tmp_path / "ds", choices)
+    choices = Keywords(format="calls", tokenizer=str(smollm2_dir))
+    made = rollout_io.convert(path, tmp_path / "ds", **choices)
     assert (made.summary.num_rows, made.summary.num_rejected) == (1, 0)

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from rollout_io.cli.main import run
-from rollout_io.conversion.driver import Choices, convert
+from rollout_io.conversion.driver import Keywords, convert
 from rollout_io.conversion.summary import Summary
 from rollout_io.formats import kimi_cli
 from rollout_io.formats.contents import SELF, Contents, account, holds_text
@@ -159,7 +159,7 @@ def test_unread_content_is_a_warning_in_json_and_an_error_with_strict(
         found = json.loads(capsys.readouterr().out)
         assert (found["unread"], found["notes"]) == ({"mood": 1}, {})
     with pytest.raises(InputError) as caught:
-        convert([path], tmp_path / "x", Choices(tokenizer=str(smollm2_dir), strict=True))
+        convert([path], tmp_path / "x", tokenizer=str(smollm2_dir), strict=True)
     assert (caught.value.rule, caught.value.where) == ("unread_content", f"{path}:1")
     assert "mood (1)" in caught.value.got
 
@@ -169,9 +169,9 @@ def test_unread_content_is_a_warning_in_json_and_an_error_with_strict(
 def test_unread_content_has_the_same_counts_with_several_processes(tmp_path, smollm2_dir):
     record = {"messages": HERMES["messages"], "mood": "merry"}
     path = write_lines(tmp_path / "s.jsonl", *[record | {"id": i} for i in range(4)])
-    choices = Choices(tokenizer=str(smollm2_dir))
+    choices = Keywords(tokenizer=str(smollm2_dir))
     counts = [
-        convert([path], tmp_path / f"ds{n}", choices, workers=n, chunk_bytes=200).summary.unread
+        convert([path], tmp_path / f"ds{n}", **choices, workers=n, chunk_bytes=200).summary.unread
         for n in (1, 2)
     ]
     assert counts == [{"mood": 4}] * 2

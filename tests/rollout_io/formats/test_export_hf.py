@@ -105,7 +105,6 @@ def test_the_card_says_what_a_row_is_and_how_it_was_made(shop_dataset, tmp_path)
     assert "205 rows, 48 trajectories (0 failed" in card
     assert "- 12 groups, trajectories per group: 4\n" in card
     assert "outcome rewards: mean 0.25, from 0 to 1" in card
-    assert "size_categories:\n- n<1K\n" in card
     assert all(f"`{name}`" in card for name in RULES)
     for name in rollout_io.read(shop_dataset).column_names:
         assert f"| {name} | " in card

@@ -12,7 +12,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import rollout_io
-from rollout_io import Choices
 from rollout_io.cli.main import run
 from rollout_io.conversion.browsing import settings_of
 from rollout_io.conversion.untokenized import Untokenized
@@ -92,7 +91,7 @@ def test_a_damaged_line_at_the_start_does_not_hide_what_a_log_is(tmp_path, forma
     log.write_bytes(CALL[20:] + b"\n" + CALL)
     assert recognize(log, formats) == ["calls"]
     with pytest.raises(RolloutError, match=rf"{log}:1.*\[json_line\]"):
-        rollout_io.read_log([log], Choices(format="calls"))
+        rollout_io.read_log([log], format="calls")
 
 
 @given(st.binary(max_size=200) | st.integers(0, len(CALL)).map(lambda n: CALL[:n] * 2))
@@ -359,7 +358,7 @@ def test_a_generator_output_is_recognized_in_any_order_of_its_keys(tmp_path, for
 
 
 def read_outputs(*paths, **choices):
-    return rollout_io.read_log(paths, Choices(format="skyrl", **choices))
+    return rollout_io.read_log(paths, format="skyrl", **choices)
 
 
 def test_several_generator_outputs_share_one_schema(tmp_path):
@@ -394,7 +393,7 @@ def test_a_bad_generator_output_is_refused_with_its_file(changes, says, tmp_path
     a = write_output(tmp_path / "a.json", rollout_expert_indices=ROUTES)
     b = write_output(tmp_path / "b.json", **changes)
     with pytest.raises(RolloutError) as caught:
-        rollout_io.convert([a, b], tmp_path / "ds", Choices(format="skyrl"))
+        rollout_io.convert([a, b], tmp_path / "ds", format="skyrl")
     assert str(caught.value).startswith(says.format(a=a, b=b))
     assert not (tmp_path / "ds").exists()
 

@@ -16,8 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import rollout_io.formats
-from rollout_io import Choices, convert, read
+from rollout_io import convert, read
 from rollout_io.conversion.rewards import read_rewards
+from rollout_io.conversion.settings import Keywords
 from rollout_io.formats.base import Adapter, Rejected, Run
 from rollout_io.formats.detect import recognize
 from rollout_io.formats.parsing.jsonl import UNREADABLE
@@ -258,9 +259,9 @@ def test_a_damaged_rewards_file_is_refused_or_each_of_its_outcomes_is_accounted_
     for number in range(100):
         rewards, out = tmp_path / f"{number}.jsonl", tmp_path / f"ds{number}"
         rewards.write_bytes(damaged(content, random.Random(f"rewards {number}")))
-        choices = Choices(format="calls", rewards=str(rewards), on_error="skip")
+        choices = Keywords(format="calls", rewards=str(rewards), on_error="skip")
         try:
-            convert([tmp_path / "calls.jsonl"], out, choices)
+            convert([tmp_path / "calls.jsonl"], out, **choices)
         except RolloutError:
             assert not out.exists()
             continue

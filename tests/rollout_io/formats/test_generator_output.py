@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 import pipelines
 import rollout_io
 from rollout_io import (
-    Choices,
     TrajectoryID,
     from_generator_output,
     read_generator_output,
@@ -79,7 +78,7 @@ def with_listed_routes(output: Any) -> Output:
 
 def shop() -> pa.Table:
     logs, rewards = EXAMPLES / "shop.calls.jsonl", EXAMPLES / "shop.rewards.jsonl"
-    return read_log([logs], Choices(format="calls", rewards=str(rewards)))
+    return read_log([logs], format="calls", rewards=str(rewards))
 
 
 @st.composite
@@ -512,7 +511,7 @@ def test_rollout_metrics_survive_merge_and_unmerge(tmp_path: Path) -> None:
         assert rollout_io.to_generator_output(kept)["rollout_metrics"] == {"a": 1.0}
     (tmp_path / "o.json").write_text(json.dumps(_output()))
     command = [["convert", "o.json", "--out", "ds"], ["merge", "ds", "--out", "m"]]
-    command += [["unmerge", "m", "--out", "u"]]
+    command += [["merge", "--undo", "m", "--out", "u"]]
     for words in command:
         assert (
             run([str(tmp_path / w) if w in {"o.json", "ds", "m", "u"} else w for w in words]) == 0

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import rollout_io
-from rollout_io import Choices
 from rollout_io.cli.main import run
 from rollout_io.conversion.driver import convert
+from rollout_io.conversion.settings import Keywords
 from schemas.errors import RolloutError
 from tests.helpers.harbor_helpers import GOLDEN, agent_step, atif, refers, write
 
@@ -35,7 +35,7 @@ def test_an_agent_folder_without_a_result_is_read_as_a_trajectory(tmp_path: Path
     for name, num in (("one", 1), ("many", 2)):
         for format_name in ("auto", "harbor"):
             out = tmp_path / f"{name}-{format_name}"
-            done = convert(tmp_path / name, out, Choices(format=format_name))
+            done = convert(tmp_path / name, out, format=format_name)
             assert (done.summary.num_trajectories, done.summary.num_rejected) == (num, 0)
     row = rollout_io.read(tmp_path / "one-auto").to_pylist()[0]
     assert (row["prompt_token_ids"], row["response_ids"]) == ([1, 2], [3])
@@ -46,7 +46,7 @@ def test_an_agent_folder_with_a_damaged_trajectory_is_an_error(tmp_path: Path) -
     (tmp_path / "trial" / "agent").mkdir(parents=True)
     (tmp_path / "trial" / "agent" / "trajectory.json").write_text("{")
     with pytest.raises(RolloutError, match=r"trajectory\.json"):
-        convert(tmp_path / "trial", tmp_path / "ds", Choices(format="harbor"))
+        convert(tmp_path / "trial", tmp_path / "ds", format="harbor")
 
 
 def test_exports_beside_logs_are_skipped_and_counted(tmp_path: Path) -> None:
@@ -55,11 +55,11 @@ def test_exports_beside_logs_are_skipped_and_counted(tmp_path: Path) -> None:
     export = write(folder / "a.traces.json", TRACES)
     for format_name in ("auto", "harbor"):
         out = tmp_path / format_name
-        done = convert(folder, out, Choices(format=format_name))
+        done = convert(folder, out, format=format_name)
         assert (done.summary.num_records, done.summary.num_rejected) == (1, 0)
         assert done.left == [str(export)]
     with pytest.raises(RolloutError, match=r"traces export.*\[harbor_export\]") as caught:
-        convert(folder, tmp_path / "strict", Choices(strict=True))
+        convert(folder, tmp_path / "strict", strict=True)
     assert "or pass --on-error skip to skip exports" in (caught.value.hint or "")
 
 
@@ -72,7 +72,7 @@ def test_an_export_that_is_named_or_alone_is_rejected(tmp_path: Path, *, named: 
         trajectory(folder / "a.trajectory.json")
         given = [str(folder / "a.trajectory.json"), str(export)]
     with pytest.raises(RolloutError, match=r"\[harbor_export\]"):
-        convert(given, tmp_path / "ds", Choices())
+        convert(given, tmp_path / "ds")
 
 
 def test_the_files_of_a_rejected_run_are_rejected_with_it(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_the_files_of_a_rejected_run_are_rejected_with_it(tmp_path: Path) -> Non
     trajectory(folder / "whole.json", continued_trajectory_ref="whole.cont-1.json")
     trajectory(folder / "whole.cont-1.json", notes="of the other")
     out = tmp_path / "ds"
-    done = convert(folder, out, Choices(on_error="skip")).summary
+    done = convert(folder, out, on_error="skip").summary
     assert (done.num_records, done.num_written, done.num_trajectories) == (4, 1, 1)
     incomplete = "incomplete_trajectory"
     assert rejected(out) == {
@@ -104,9 +104,9 @@ def test_a_real_continuation_of_an_incomplete_run_is_not_a_trajectory(
     name = GOLDEN.replace(".", "-linear-history.")
     for suffix in (".json", ".cont-1.json"):
         shutil.copy(harness_logs / "harbor/golden/terminus_2" / f"{name}{suffix}", tmp_path)
-    choices = Choices(tokenizer=str(smollm2_dir), on_error="skip")
+    choices = Keywords(tokenizer=str(smollm2_dir), on_error="skip")
     with pytest.raises(RolloutError, match="no record can be used"):
-        convert(tmp_path, tmp_path / "ds", choices)
+        convert(tmp_path, tmp_path / "ds", **choices)
 
 
 def test_convert_says_that_ids_without_text_were_not_compared(
@@ -139,8 +139,8 @@ def test_trajectories_whose_ids_were_compared_are_counted_apart(
     spoken = agent_step(1, [1, 2], [int(token) for token in ids], message=text)
     write(tmp_path / "logs" / "spoken.json", atif(spoken))
     write(tmp_path / "logs" / "silent.json", atif(agent_step(1, [1, 2], [3], message="")))
-    chosen = Choices(tokenizer=str(smollm2_dir))
-    found = convert(tmp_path / "logs", tmp_path / "ds", chosen).summary
+    chosen = Keywords(tokenizer=str(smollm2_dir))
+    found = convert(tmp_path / "logs", tmp_path / "ds", **chosen).summary
     assert (found.num_exact, found.num_compared) == (2, 1)
     text = found.tokenizer_text("ds", str(smollm2_dir)) or ""
     assert "1 trajectory; 1 could not be compared" in text

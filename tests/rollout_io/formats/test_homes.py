@@ -8,7 +8,6 @@ from contextlib import closing
 import pytest
 
 import rollout_io
-from rollout_io import Choices
 from rollout_io.cli.main import run
 from tests.helpers.structural_logs import CONVERSATION
 from tests.helpers.view_helpers import Asked
@@ -116,7 +115,7 @@ def test_a_home_with_a_session_without_an_answer_converts_without_it(home, smoll
     out, choices = home / "ds", {"tokenizer": str(smollm2_dir), "on_error": "skip"}
     inputs = [str(home / name) for name in HOMES if name != ".codex"]
     choices["chat_template"] = "chatml_tools_thinking"
-    summary = rollout_io.convert(inputs, out, Choices(**choices)).summary
+    summary = rollout_io.convert(inputs, out, **choices).summary
     assert (summary.num_trajectories, summary.num_rejected) == (len(LOGS), 1)
 
 

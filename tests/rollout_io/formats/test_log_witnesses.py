@@ -5,13 +5,14 @@ import json
 
 import pytest
 
-from rollout_io import Choices, convert, read_log
+from rollout_io import convert, read_log
+from rollout_io.conversion.settings import Keywords
 from rollout_io.formats.parsing.witnesses import holds
 from schemas.errors import RolloutError
 from tests.conftest import ROOT
 
 WIRE = ROOT / "tests" / "data" / "peers" / "vllm"
-CALLS = Choices(format="calls")
+CALLS = Keywords(format="calls")
 
 
 def wire(name, session):
@@ -23,7 +24,7 @@ def wire(name, session):
 def read(tmp_path, *records):
     path = tmp_path / "log.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return read_log([path], CALLS).to_pylist()
+    return read_log([path], **CALLS).to_pylist()
 
 
 def refusal(tmp_path, *records):
@@ -238,7 +239,7 @@ def test_a_call_that_contradicts_itself_takes_its_session_with_it_and_no_other(t
     bad["response"]["usage"]["completion_tokens"] = 3
     path = tmp_path / "log.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in (bad, good)))
-    done = convert([path], tmp_path / "ds", Choices(format="calls", on_error="skip"))
+    done = convert([path], tmp_path / "ds", format="calls", on_error="skip")
     assert (done.summary.num_written, done.summary.num_rejected) == (1, 1)
     (line,) = (tmp_path / "ds.rejected.jsonl").read_text().splitlines()
     assert "usage_counts" in line
@@ -248,4 +249,4 @@ def test_every_real_log_of_an_engine_agrees_with_itself():
     logs = [*WIRE.glob("*.calls.jsonl"), ROOT / "examples" / "shop.calls.jsonl"]
     whole = [log for log in logs if log.name != "litellm.calls.jsonl"]  # it loses a prompt
     assert len(whole) == 4
-    assert all(read_log([log], CALLS).num_rows for log in whole)
+    assert all(read_log([log], **CALLS).num_rows for log in whole)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_io import Choices, read_log
+from rollout_io import read_log
 from rollout_io.dataset.prefix_layout import encode_prefixes
 from rollout_io.formats.nemo_gym import ADAPTER
 from rollout_io.formats.start import Start
@@ -60,7 +60,7 @@ def write(path: Path, records: list[Record]) -> Path:
 
 
 def read_rollouts(paths, rewards=None):
-    return read_log(paths, Choices(format="nemo_gym", rewards=rewards and str(rewards)))
+    return read_log(paths, format="nemo_gym", rewards=rewards and str(rewards))
 
 
 def read(*paths: Path, rewards: Path | None = None) -> pa.Table:

@@ -5,7 +5,8 @@ import json
 import pytest
 
 import rollout_io
-from rollout_io import Choices, convert, read_log, read_metadata
+from rollout_io import convert, read_log, read_metadata
+from rollout_io.conversion.settings import Keywords
 from rollout_io.formats.nemo_gym import UNRELIABLE
 from rollout_io.formats.nemo_gym_text import CUMULATIVE, UNSEEN, WITHOUT_IDS
 from schemas import check
@@ -37,7 +38,7 @@ REAL = {
 def choices(smollm2_dir):
     def of(**changes):
         names = {"tokenizer": str(smollm2_dir), "chat_template": TEMPLATE}
-        return Choices(format="nemo_gym", **names | changes)
+        return Keywords(format="nemo_gym", **names | changes)
 
     return of
 
@@ -45,7 +46,7 @@ def choices(smollm2_dir):
 @pytest.fixture
 def rows(tmp_path, choices):
     def read(*records, **changes):
-        table = read_log([write(tmp_path / "a.jsonl", list(records))], choices(**changes))
+        table = read_log([write(tmp_path / "a.jsonl", list(records))], **choices(**changes))
         assert check(table).is_empty()
         return table.to_pylist()
 
@@ -285,7 +286,7 @@ def test_runs_with_ids_stay_as_they_are_beside_runs_without(rows):
     ],
 )
 def test_the_template_is_recorded_only_if_it_rendered_a_row(tmp_path, choices, records, is_text):
-    convert([write(tmp_path / "a.jsonl", records)], tmp_path / "ds", choices())
+    convert([write(tmp_path / "a.jsonl", records)], tmp_path / "ds", **choices())
     metadata = read_metadata(tmp_path / "ds")
     assert (metadata.chat_template_fingerprint is not None) == is_text
     assert "has_text" not in metadata.made_by[0]
@@ -313,7 +314,7 @@ def test_a_response_without_its_input_is_refused(tmp_path, choices):
     path = tmp_path / "a.json"
     path.write_text(json.dumps(run(user("Go."), message())["response"]))
     with pytest.raises(RolloutError) as caught:
-        read_log([path], choices())
+        read_log([path], **choices())
     assert (caught.value.rule, caught.value.where) == ("no_token_ids", f"{path}, output[1]")
     assert (caught.value.hint or "").startswith("set return_token_id_information: true")
 
@@ -415,7 +416,7 @@ def test_what_a_template_drops_is_refused(refused, template, fields, rule, got):
 @pytest.mark.parametrize("name", REAL)
 def test_a_real_file_keeps_every_item_and_tool(harness_logs, tmp_path, choices, tokenizer, name):
     path, out = harness_logs / name, tmp_path / "ds"
-    summary = convert([path], out, choices()).summary
+    summary = convert([path], out, **choices()).summary
     assert (summary.num_written, summary.num_rejected) == (REAL[name], 0)
     rows = {row["source"]: row for row in rollout_io.read(out).to_pylist()}
     expected = read_source("nemo_gym", path)
@@ -447,7 +448,7 @@ def chats(table):
 
 def summary_of(tmp_path, choices, record):
     path = write(tmp_path / "b.jsonl", [record])
-    return convert([path], tmp_path / "ds", choices()).summary
+    return convert([path], tmp_path / "ds", **choices()).summary
 
 
 def test_messages_with_different_ids_are_the_answers_of_several_calls(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import rollout_io
 from pipelines import merge, unmerge
-from rollout_io import Choices, RolloutWriter, convert
+from rollout_io import RolloutWriter, convert
 from rollout_io.formats.start import Start
 from rollout_io.formats.verifiers import ADAPTER
 from schemas import check
@@ -133,7 +133,7 @@ SCORED = branch(advantages=[0.0, 0.0, 0.0, 0.5, 0.25, 0.0, 0.0, 0.0, -0.1])
 
 
 def rows_of(path, out):
-    summary = convert([path], out, Choices()).summary
+    summary = convert([path], out).summary
     table = rollout_io.read(out)
     assert check(table).filter(severity="error").is_empty()
     return summary, table
@@ -335,7 +335,7 @@ def test_annotations_without_episodes_are_refused_with_a_hint(tmp_path):
     assert ADAPTER.recognizes(Start(path))
     assert not planned(ADAPTER, path).runs
     with pytest.raises(RolloutError, match="convert the annotations together"):
-        convert([path], tmp_path / "ds", Choices())
+        convert([path], tmp_path / "ds")
 
 
 def test_a_text_only_trace_has_the_facts_and_no_streams(tmp_path):
@@ -351,4 +351,4 @@ def test_a_column_of_the_rewards_file_of_the_same_name_is_refused(tmp_path):
         tmp_path / "r.jsonl", {"session": "k1/0", "reward": 1.0, "effective": "no"}
     )
     with pytest.raises(RolloutError, match="effective"):
-        convert([log], tmp_path / "ds", Choices(rewards=str(rewards)))
+        convert([log], tmp_path / "ds", rewards=str(rewards))

@@ -1,4 +1,4 @@
-"""Every real log is converted, or refused for a named reason; docs/formats.md says which."""
+"""Every real log is converted, or refused for a named reason; docs/formats/real_logs.md says which."""
 
 import runpy
 import sys
@@ -22,7 +22,7 @@ def table(harness_logs, tmp_path_factory):
 def test_what_becomes_of_every_real_log_is_what_the_page_says(table, capsys):
     with capsys.disabled():
         sys.stdout.write(f"\n{table}\n")
-    assert table in (ROOT / "docs" / "formats.md").read_text(encoding="utf-8")
+    assert table in (ROOT / "docs" / "formats" / "real_logs.md").read_text(encoding="utf-8")
 
 
 def test_every_real_log_gives_rows_or_a_named_reason(table, harness_logs):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import rollout_io
-from rollout_io import Choices
+from rollout_io.conversion.settings import Keywords
 from rollout_io.formats import gemini_cli, opencode, qwen_code
 from rollout_io.formats.gemini_cli import BROKEN_OFF
 from rollout_io.formats.start import Start
@@ -113,6 +113,6 @@ def test_each_answer_of_a_session_follows_what_was_sent_and_trains_once(cell, tm
 @pytest.mark.model
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_session_of_a_real_program_converts_with_a_tokenizer(cell, smollm2_dir, tmp_path):
-    choices = Choices(tokenizer=str(smollm2_dir), chat_template="chatml_tools_thinking")
-    made = rollout_io.convert(SESSIONS / cell / "logs", tmp_path / "ds", choices)
+    choices = Keywords(tokenizer=str(smollm2_dir), chat_template="chatml_tools_thinking")
+    made = rollout_io.convert(SESSIONS / cell / "logs", tmp_path / "ds", **choices)
     assert made.summary.num_rows > 0

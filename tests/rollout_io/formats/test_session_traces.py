@@ -6,8 +6,8 @@ import pyarrow as pa
 import pytest
 
 import rollout_io
-from rollout_io import Choices
 from rollout_io.cli.main import run
+from rollout_io.conversion.settings import Keywords
 from rollout_io.formats.detect import load_formats, recognize
 from rollout_io.formats.session_traces import ADAPTER, NO_ANSWER, NOT_WRITTEN
 from schemas.columns import arrow_schema
@@ -81,9 +81,7 @@ def test_damage_is_named(tmp_path):
 
 
 def test_calls_are_exported_with_each_context_once(tmp_path):
-    rollout_io.convert(
-        SHOP, tmp_path / "ds", Choices(rewards=str(SHOP.with_name("shop.rewards.jsonl")))
-    )
+    rollout_io.convert(SHOP, tmp_path / "ds", rewards=str(SHOP.with_name("shop.rewards.jsonl")))
     files = exported(tmp_path / "ds", tmp_path)
     heads = [lines[0] for lines in files]
     mains = [head for head in heads if "parent" not in head]
@@ -107,11 +105,11 @@ def test_calls_are_exported_with_each_context_once(tmp_path):
 def test_an_exported_conversation_comes_back_message_for_message(tmp_path, smollm2_dir):
     log = tmp_path / "log.jsonl"
     log.write_text(WRITERS["pi"][0](CONVERSATION))
-    choices = Choices(tokenizer=str(smollm2_dir), chat_template="chatml_tools_thinking")
-    rollout_io.convert(log, tmp_path / "ds", choices)
+    choices = Keywords(tokenizer=str(smollm2_dir), chat_template="chatml_tools_thinking")
+    rollout_io.convert(log, tmp_path / "ds", **choices)
     (lines,) = exported(tmp_path / "ds", tmp_path)
     assert lines[0]["harness"] == "rollout-io"
-    rollout_io.convert(tmp_path / "out", tmp_path / "again", choices)
+    rollout_io.convert(tmp_path / "out", tmp_path / "again", **choices)
     one, other = (rollout_io.read(tmp_path / name).to_pylist() for name in ("ds", "again"))
     same = ("prompt_token_ids", "response_ids", "loss_mask", "instance_id", "repetition_id")
     assert [{n: row[n] for n in same} for row in one] == [
@@ -130,8 +128,8 @@ def test_contexts_that_no_later_one_continues_are_sessions_of_one_run(tmp_path, 
         {"$set": {"messages": [asked("u", "In short.")]}},
         gemini("Two.", id="b", model="g"),
     )
-    choices = Choices(tokenizer=str(smollm2_dir), chat_template="chatml_tools_thinking")
-    rollout_io.convert(log, tmp_path / "ds", choices)
+    choices = Keywords(tokenizer=str(smollm2_dir), chat_template="chatml_tools_thinking")
+    rollout_io.convert(log, tmp_path / "ds", **choices)
     last, first = exported(tmp_path / "ds", tmp_path)
     assert (last[0]["id"], first[0]["id"], first[0]["parent"]) == ("s_0", "s_0/1", "s_0")
     assert [line["message"]["content"] for line in first[1:]] == ["Look.\n[image]", "One."]

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 import rollout_io
 from rollout_io import (
-    Choices,
     convert,
     from_generator_output,
     read_generator_output,
@@ -22,6 +21,7 @@ from rollout_io import (
     write_generator_output,
 )
 from rollout_io.cli.main import run
+from rollout_io.conversion.settings import Keywords
 from schemas.errors import RolloutError
 from tests.conftest import EXAMPLES
 
@@ -118,7 +118,7 @@ def test_sample_support_of_merged_rows_is_exported_with_padding_at_observations(
     support = [[[3]], [[4], [5]], [[6]], [[8], [9]]]
     steps = STEPS | {"prompt_token_ids": [[1], [1, 3], [1, 3, 4, 5], [1, 3, 4, 5, 6]]}
     file = write(tmp_path / "steps.json", steps | {"rollout_sample_support": support})
-    convert([file], tmp_path / "ds", Choices(format="skyrl"))
+    convert([file], tmp_path / "ds", format="skyrl")
     rollout_io_cli = ["merge", str(tmp_path / "ds"), "-o", str(tmp_path / "merged")]
     assert run(rollout_io_cli) == 0
     out = tmp_path / "again.json"
@@ -172,9 +172,9 @@ def test_outputs_without_ids_name_the_option(
 
 
 def test_a_group_size_is_refused_for_formats_that_name_their_groups(tmp_path: Path) -> None:
-    choices = Choices(group_size=2)
+    choices = Keywords(group_size=2)
     with pytest.raises(RolloutError, match="group-size"):
-        convert([EXAMPLES / "shop.calls.jsonl"], tmp_path / "ds", choices)
+        convert([EXAMPLES / "shop.calls.jsonl"], tmp_path / "ds", **choices)
 
 
 @pytest.mark.parametrize("flags", [None, [True, True, True, True]])

@@ -18,7 +18,6 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import rollout_io
-from rollout_io import Choices
 from rollout_io.conversion.text import Retokenizer
 from rollout_io.formats.detect import load_formats, recognize
 from rollout_io.retokenize.chat_template import TEMPLATES
@@ -44,7 +43,7 @@ def directory_of(smollm2_dir, request):
 def converted(path, out, **choices):
     """The source, tokens and messages of each trajectory's rows as text, and what was refused."""
     try:
-        summary = rollout_io.convert([path], out, Choices(on_error="skip", **choices)).summary
+        summary = rollout_io.convert([path], out, on_error="skip", **choices).summary
     except RolloutError:
         summary = None
     names = {"directory": choices["tokenizer"], "chat_template": choices["chat_template"]}

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 import rollout_io
-from rollout_io import Choices, convert
+from rollout_io import convert
+from rollout_io.conversion.settings import Keywords
 from rollout_io.formats.parsing.jsonl import UNREADABLE
 from schemas import check
 from schemas.errors import RolloutError
@@ -68,9 +69,9 @@ def check_log(name, log, out, tokenizer, outcomes):
     """Convert a log; what is written equals what the log says, and every record is counted."""
     text = {"tokenizer": tokenizer.name, "chat_template": "chatml_tools_thinking"}
     is_text = FORMATS[name].is_text and not GYM_IDS.search(log.file.read_bytes())
-    choices = Choices(format=name, on_error="skip", **(text if is_text else {}))
+    choices = Keywords(format=name, on_error="skip", **(text if is_text else {}))
     try:
-        summary = convert([log.path], out, choices).summary
+        summary = convert([log.path], out, **choices).summary
     except RolloutError as error:
         refusal = error
     else:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout_io import Choices, read_log
+from rollout_io import read_log
 from rollout_io.formats.start import Start
 from rollout_io.formats.verifiers import ADAPTER
 from rollout_io.formats.verifiers_rows import metadata_beside
@@ -214,7 +214,7 @@ def test_a_tokenizer_must_be_found_for_exact_tokens_as_for_text(log):
         RolloutError,
         match=r"org/model: the tokenizer is neither a directory nor a model in the local .*\[tokenizer\]",
     ):
-        read_log(PEER / log, Choices(tokenizer="org/model"))
+        read_log(PEER / log, tokenizer="org/model")
 
 
 def test_metadata_that_were_replaced_are_read_again_by_the_same_process(tmp_path):

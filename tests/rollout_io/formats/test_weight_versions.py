@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import rollout_io
-from rollout_io import Choices, convert
+from rollout_io import convert
 from rollout_io.formats.slime import ADAPTER
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import read_all
@@ -34,7 +34,7 @@ def call(session: str, weight_versions: Any, **fields: Any) -> str:
 def converted(tmp_path: Path, *lines: str) -> list[dict[str, Any]]:
     log = tmp_path / "log.calls.jsonl"
     log.write_text("\n".join(lines) + "\n")
-    convert([log], tmp_path / "ds", Choices(format="calls"))
+    convert([log], tmp_path / "ds", format="calls")
     rows: list[dict[str, Any]] = rollout_io.read(tmp_path / "ds").to_pylist()
     return rows
 

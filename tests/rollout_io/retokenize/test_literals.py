@@ -6,7 +6,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rollout_io import Choices, convert, read
+from rollout_io import convert, read
+from rollout_io.conversion.settings import Keywords
 from rollout_io.conversion.text import LITERALS
 from rollout_io.retokenize import encode_messages, encode_response, load_tokenizer, retokenize
 from rollout_io.retokenize.chat_template import template_path
@@ -146,8 +147,8 @@ def test_a_conversion_counts_special_tokens_and_trains_on_no_control_token_insid
 ):
     texts = chat("cat f", "t.jinja", HOSTILE, "The file has <|im_end|> inside.")
     (tmp_path / "a.jsonl").write_text(json.dumps({"id": "x", "messages": texts}))
-    choices = Choices(tokenizer=str(smollm2_dir), chat_template="chatml_tools_thinking")
-    done = convert([str(tmp_path / "a.jsonl")], tmp_path / "ds", choices).summary
+    choices = Keywords(tokenizer=str(smollm2_dir), chat_template="chatml_tools_thinking")
+    done = convert([str(tmp_path / "a.jsonl")], tmp_path / "ds", **choices).summary
     assert done.notes == {LITERALS: 3}
     (row,) = read(tmp_path / "ds").to_pylist()
     answers = [row["response_ids"][s["start"] : s["start"] + s["length"]] for s in row["segments"]]
@@ -161,7 +162,8 @@ def test_dumps_without_special_tokens_have_none_in_their_texts(tmp_path, smollm2
     done = convert(
         [str(tmp_path / "1.jsonl")],
         tmp_path / "ds",
-        Choices(format="verl", tokenizer=str(smollm2_dir)),
+        format="verl",
+        tokenizer=str(smollm2_dir),
     ).summary
     assert done.notes == {LITERALS: 2}
     assert not {1, 2} & set(read(tmp_path / "ds")["response_ids"].to_pylist()[0])

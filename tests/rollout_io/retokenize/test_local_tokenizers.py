@@ -11,9 +11,10 @@ import pytest
 import rollout_io
 from pipelines.view.sources import Sources
 from pipelines.view.tokenizers import Tokenizers
-from rollout_io import Choices, convert
+from rollout_io import convert
 from rollout_io.cli.main import run
 from rollout_io.conversion import driver
+from rollout_io.conversion.settings import Keywords
 from rollout_io.retokenize.local import find_tokenizer, tokenizer_directory
 from schemas.errors import RolloutError
 from schemas.metadata import DatasetMetadata
@@ -66,13 +67,13 @@ def test_a_name_is_looked_up_in_the_local_cache_and_remembered(text, tmp_path, c
 
 @pytest.mark.usefixtures("hub")
 def test_exact_ids_are_verified_against_a_named_tokenizer(tmp_path):
-    convert(SHOP, tmp_path / "ds", Choices(tokenizer=NAME))
+    convert(SHOP, tmp_path / "ds", tokenizer=NAME)
     assert rollout_io.read_metadata(tmp_path / "ds").tokenizer_fingerprint is not None
 
 
 @pytest.mark.usefixtures("hub")
 def test_a_name_that_is_not_here_is_an_error_with_the_command_that_fetches_it(text, tmp_path):
-    error = refusal(text, tmp_path / "ds", Choices(tokenizer="acme/other"))
+    error = refusal(text, tmp_path / "ds", tokenizer="acme/other")
     assert (error.rule, error.where) == ("tokenizer", "acme/other")
     assert "neither a directory nor a model in the local Hugging Face cache" in error.sentence
     assert error.hint.startswith("download it: hf download acme/other ")
@@ -90,7 +91,7 @@ def test_a_missing_relative_path_is_reported_with_the_places_that_were_searched(
 
 
 def test_inspect_decodes_with_the_tokenizer_of_the_dataset(hub, tmp_path, capsys):
-    convert(SHOP, tmp_path / "ds", Choices(tokenizer=NAME))
+    convert(SHOP, tmp_path / "ds", tokenizer=NAME)
     convert(SHOP, tmp_path / "plain")
     shown = {}
     for name, arguments in {"ds": [], "plain": [], "told": ["--tokenizer", NAME]}.items():
@@ -124,9 +125,9 @@ def test_a_path_without_a_tokenizer_is_one_error_before_any_log_is_read(
     name, on_error, unusable, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(driver, "open_log", pytest.fail)
-    choices = Choices(tokenizer=str(tmp_path / name), on_error=on_error)
+    choices = Keywords(tokenizer=str(tmp_path / name), on_error=on_error)
     with pytest.raises(RolloutError) as caught:
-        convert([tmp_path / "no.jsonl"], tmp_path / "ds", choices)
+        convert([tmp_path / "no.jsonl"], tmp_path / "ds", **choices)
     assert (caught.value.rule, caught.value.where) == ("tokenizer", str(tmp_path / name))
     assert unusable[name] in caught.value.sentence
     assert caught.value.hint.startswith("pass the directory of ")
@@ -139,7 +140,7 @@ def test_a_name_that_is_not_here_is_refused_before_exact_ids_are_read(
     name, on_error, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(driver, "open_log", pytest.fail)
-    error = refusal(SHOP, tmp_path / "ds", Choices(tokenizer=name, on_error=on_error))
+    error = refusal(SHOP, tmp_path / "ds", tokenizer=name, on_error=on_error)
     assert (error.rule, error.where) == ("tokenizer", name)
     assert error.hint.startswith(f"download it: hf download {name} ")
 
@@ -169,7 +170,7 @@ def test_a_mistyped_directory_is_answered_with_the_one_meant(name, meant, tmp_pa
 
 @pytest.mark.parametrize("verb", ["inspect", "drift", "view"])
 def test_a_tokenizer_other_than_the_datasets_is_warned_about(verb, hub, tmp_path, capsys):
-    convert(SHOP, tmp_path / "ds", Choices(tokenizer=NAME))
+    convert(SHOP, tmp_path / "ds", tokenizer=NAME)
     other = shutil.copytree(hub, tmp_path / "other")
     content = json.loads((other / "tokenizer.json").read_text())
     content["added_tokens"][0]["content"] = "<|changed|>"

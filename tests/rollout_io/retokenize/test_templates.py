@@ -18,24 +18,24 @@ Capture = pytest.CaptureFixture[str]
 def test_the_verb_prints_the_path_of_a_template_and_nothing_else(
     capsys: Capture, name: str
 ) -> None:
-    assert run(["templates", name]) == 0
+    assert run(["formats", "--templates", name]) == 0
     printed = capsys.readouterr()
     assert Path(printed.out.removesuffix("\n")).read_text(encoding="utf-8") == find_template(name)
     assert printed.err == ""
 
 
 def test_the_verb_lists_the_templates(capsys: Capture) -> None:
-    assert run(["templates"]) == 0
+    assert run(["formats", "--templates"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0].strip() for line in lines] == list(TEMPLATES)
-    assert run(["templates", "--json"]) == 0
+    assert run(["formats", "--templates", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert {entry["name"]: entry["summary"] for entry in listed} == TEMPLATES
     assert all(Path(entry["path"]).is_file() for entry in listed)
 
 
 def test_a_name_that_is_none_of_them_is_refused_with_the_nearest(capsys: Capture) -> None:
-    assert run(["templates", "qwen3_acc_thinkin"]) == 1
+    assert run(["formats", "--templates", "qwen3_acc_thinkin"]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "no template has this name" in printed.err

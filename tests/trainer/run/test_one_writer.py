@@ -67,7 +67,7 @@ def test_a_destination_that_another_writer_holds_is_refused_and_stays_as_it_is(
 SECONDS = [
     "filter {ds} --where step_index>=0 --out {out}",
     "merge {ds} --out {out}",
-    "unmerge {ds} --out {out}",
+    "merge --undo {ds} --out {out}",
     "export {ds} --format parquet --out {out}",
 ]
 

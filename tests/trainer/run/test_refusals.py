@@ -501,7 +501,7 @@ def test_another_template_is_named_and_the_warning_says_how_to_serve_with_it(
     (chosen,) = check_tokenizers(config, metadata, notes_match=False)
     assert chosen == (f"note: {said}", logging.INFO)
     assert (f"({name})" in said) == (name is not None)
-    file = f'"$(rollouts templates {name})"' if name else "TEMPLATE"
+    file = f'"$(rollouts formats --templates {name})"' if name else "TEMPLATE"
     assert f"Hint: vllm serve CHECKPOINT --chat-template {file}, or cp {file} CHECKPOINT/" in said
 
 
