@@ -65,24 +65,18 @@ def diff(
 ) -> None:
     """Compare two datasets task by task: two policies, harnesses or reward functions.
 
-    Only tasks (instance ids) in both are compared. Each number is the mean over a task's attempts,
+    Only tasks in both are compared. Each number is the mean over a task's attempts,
     then over tasks, with the tasks and attempts that it rests on. A number that moved against its
     direction while the return rose is called suspicious; --higher and --lower give the directions
     of your own. docs/guides/diff.md explains every line and how often it is wrong.
     """
     import polars as pl
 
-    from pipelines.statistics.differences import DIRECTIONS, PASSED, differences, first_visits
+    from pipelines.statistics.differences import DIRECTIONS, PASSED, differences
     from pipelines.statistics.parting import greedy_partings
-    from rollout_io.dataset.reader import read_metadata
 
     (first, lines_a), (second, lines_b) = (
         _attempts(path, reward, outcome) for path, reward in ((a, reward_a), (b, reward_b))
-    )
-    names = {*lines_a["instance_id"], *lines_b["instance_id"]}
-    lines_a, lines_b = (
-        first_visits(lines, names, read_metadata(path))
-        for path, lines in ((a, lines_a), (b, lines_b))
     )
     better = dict.fromkeys(higher, 1) | dict.fromkeys(lower, -1)
     found = differences(lines_a, lines_b, rate=rate, directions=DIRECTIONS | better)

@@ -142,8 +142,8 @@ def _suspicions(dataset: str, outcome: Outcome | None) -> list[dict[str, Any]]:
     import polars as pl
 
     from pipelines.statistics.attempts import attempts
-    from pipelines.statistics.differences import differences, first_visits
-    from rollout_io.dataset.reader import read_metadata, scan
+    from pipelines.statistics.differences import differences
+    from rollout_io.dataset.reader import scan
     from rollout_io.dataset.returns import dataset_outcome
 
     frame = scan(dataset)
@@ -154,7 +154,6 @@ def _suspicions(dataset: str, outcome: Outcome | None) -> list[dict[str, Any]]:
     if len(versions) < 2:
         return []
     lines, middle = attempts(frame, dataset_outcome(dataset, outcome)), versions[len(versions) // 2]
-    lines = first_visits(lines, set(lines["instance_id"]), read_metadata(dataset))
     earlier, later = (
         lines.filter(side) for side in (pl.col("version") < middle, pl.col("version") >= middle)
     )

@@ -14,6 +14,8 @@ from pipelines.statistics.metrics import trajectories
 from pipelines.tables import Frame, as_lazy
 from rollout_io.dataset.message_facts import CALLED, count_calls, tool_calls
 from rollout_io.dataset.returns import joined_steps
+from rollout_io.dataset.trajectory_conditions import task_of
+from schemas.columns import TASK
 from schemas.ragged import Ragged, offsets_of, ranges
 from schemas.types import as_table, with_absent
 
@@ -28,7 +30,8 @@ def attempts(frame: Frame, outcome: Outcome = "last") -> pl.DataFrame:
     """Collect one line per trajectory, in one pass; merging changes no number.
 
     Returns:
-        Columns instance_id, trajectory_id, return and error as in `trajectory_returns`; version
+        Columns instance_id (of the task: see `task_of`), trajectory_id, return and error as in
+        `trajectory_returns`; version
         (the oldest policy_version); greedy (a digest of the responses if all rows were sampled at
         temperature 0 or top_k 1 and the trajectory did not fail, else null); and numbers, null where they are unknown or the
         trajectory failed: `steps`, `response tokens` (sampled ones: see `sampled_lengths`),
@@ -43,7 +46,7 @@ def attempts(frame: Frame, outcome: Outcome = "last") -> pl.DataFrame:
         >>> attempts(steps).select("steps", "response tokens").rows()
         [(2, 4)]
     """
-    optional = ["stop_reason", "policy_version", "segments", "temperature", "top_k", *CALLED]
+    optional = [TASK, "stop_reason", "policy_version", "segments", "temperature", "top_k", *CALLED]
     frame = with_absent(as_lazy(frame), optional)
     frame = frame.with_columns(joined_steps(frame).alias(STEPS))
     calls = pl.col("calls")
@@ -52,9 +55,7 @@ def attempts(frame: Frame, outcome: Outcome = "last") -> pl.DataFrame:
     results = one.filter(one.struct.field("failed").is_not_null()).struct.field("key").n_unique()
     more = (
         frame.select(
-            "trajectory_id",
-            "stop_reason",
-            "policy_version",
+            *("instance_id", "trajectory_id", TASK, "stop_reason", "policy_version"),
             greedy=pl.when((pl.col("temperature") == 0) | (pl.col("top_k") == 1)).then(
                 pl.col("response_ids").hash() % _MOST_HASH
             ),
@@ -69,6 +70,7 @@ def attempts(frame: Frame, outcome: Outcome = "last") -> pl.DataFrame:
         .group_by("trajectory_id")
         .agg(
             pl.col("stop_reason").last(),
+            task=task_of.last(),
             version=pl.col("policy_version").min(),
             greedy=pl.when(pl.col("greedy").is_not_null().all()).then(pl.col("greedy").sum()),
             tools=pl.when(calls.is_not_null().any()).then(first.struct.field("name").implode()),
@@ -88,7 +90,8 @@ def attempts(frame: Frame, outcome: Outcome = "last") -> pl.DataFrame:
         trajectories(frame, outcome)
         .join(more, on="trajectory_id", how="left", maintain_order="left")
         .select(
-            *("instance_id", "trajectory_id", "return", "error", "version"),
+            pl.col("task").alias("instance_id"),
+            *("trajectory_id", "return", "error", "version"),
             pl.when(healthy).then(pl.col("greedy").cast(pl.String)),
             *(
                 pl.when(healthy).then(value.cast(pl.Float64)).alias(n)

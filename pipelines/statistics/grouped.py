@@ -7,7 +7,8 @@ import polars as pl
 from pipelines.rewards import Outcome, are_equal, fold_trajectories
 from pipelines.tables import Frame, as_lazy, exact_column
 from rollout_io.dataset.message_facts import CALLED, tool_calls
-from rollout_io.dataset.trajectory_conditions import TRAJECTORY_COLUMNS, trajectory_columns
+from rollout_io.dataset.trajectory_conditions import TRAJECTORY_COLUMNS, task_of, trajectory_columns
+from schemas.columns import TASK
 from schemas.errors import ConfigError
 from schemas.types import with_absent
 
@@ -45,7 +46,7 @@ def grouped(
         >>> grouped(frame, "instance_id").select("instance_id", "has_variance").rows()
         [('a', True), ('b', None)]
     """
-    frame = with_absent(as_lazy(frame), ("error", *CALLED))
+    frame = with_absent(as_lazy(frame), ("error", TASK, *CALLED))
     computed = trajectory_columns(frame, outcome)
     known = dict.fromkeys([*TRAJECTORY_COLUMNS, *frame.collect_schema()])
     if by not in known:
@@ -53,7 +54,8 @@ def grouped(
         raise ConfigError("known_column", "--by", got, hint=f"use one of {', '.join(known)}")
     features = {name: computed[name] for name in (*_MEANS, "num_tool_errors")}
     if by not in {"instance_id", "trajectory_id", "error", "return"}:
-        features["by"] = computed.get(by) or (exact_column(by), pl.Expr.last)
+        row = task_of if by == TASK else exact_column(by)
+        features["by"] = computed.get(by) or (row, pl.Expr.last)
     lines = fold_trajectories(frame, outcome, features).collect(engine="streaming")
     value = pl.col("by" if "by" in features else by)
     if quantiles:

@@ -262,7 +262,7 @@ class Api:
         return table.diff(*self._pair_of(query), query.optional("where"))
 
     def _pair(self, query: Query) -> Response:
-        return json_response(table.pairs(*self._pair_of(query), query.text("instance_id")))
+        return json_response(table.pairs(*self._pair_of(query), query.text("task")))
 
     def _pair_of(self, query: Query) -> tuple[Dataset, Dataset]:
         a, b = (self.sources.dataset(query.text(name)) for name in ("a", "b"))

@@ -29,12 +29,12 @@ from rollout_io.dataset.media_types import MEDIA_TYPES
 from rollout_io.dataset.reader import RowReader, read_layout, read_metadata, scan
 from rollout_io.dataset.rewriting import rewrite
 from rollout_io.dataset.sources import Sources
-from rollout_io.dataset.trajectory_conditions import COMPUTED
+from rollout_io.dataset.trajectory_conditions import COMPUTED, task_of
 from rollout_io.retokenize import ChatTokenizer
 from rollout_io.retokenize.token_bytes import TokenBytes
-from schemas.columns import COLUMN_BY_NAME
+from schemas.columns import COLUMN_BY_NAME, TASK
 from schemas.errors import ConfigError, InputError
-from schemas.types import PREFIX_TYPES
+from schemas.types import PREFIX_TYPES, with_absent
 
 if TYPE_CHECKING:
     from pipelines.view.log_parts import LogRows
@@ -224,15 +224,22 @@ class Dataset:
 
     @property
     def tasks(self) -> pl.Series:
-        """The distinct instance ids."""
-        return self._ids["instance_id"].unique()
+        """The distinct tasks."""
+        return self._ids[TASK].unique()
 
     @cached_property
     def _ids(self) -> pl.DataFrame:
-        """The distinct pairs of trajectory_id and instance_id."""
-        if self._index is None:
-            return scan(self.path).select("trajectory_id", "instance_id").unique().collect()
-        return self._index.trajectories.select("trajectory_id", "instance_id")
+        """The distinct ids of trajectories, with their groups and tasks."""
+        names = ("trajectory_id", "instance_id", TASK)
+        if self._index is not None:
+            return self._index.trajectories.select(names)
+        return (
+            with_absent(scan(self.path), [TASK])
+            .with_columns(task_of.alias(TASK))
+            .select(names)
+            .unique()
+            .collect()
+        )
 
     def describe(self) -> dict[str, Any]:
         """Return the dataset's entry in the response of `/api/sources`."""

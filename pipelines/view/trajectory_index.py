@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from threading import Lock
@@ -35,7 +36,7 @@ from rollout_io.dataset.trajectory_conditions import (
     row_values,
     trajectory_columns,
 )
-from schemas.columns import COLUMN_BY_NAME
+from schemas.columns import COLUMN_BY_NAME, TASK
 from schemas.errors import ConfigError
 from schemas.ragged import BoolArray, IntArray
 
@@ -166,18 +167,18 @@ class TrajectoryIndex:
             raise ConfigError("known_trajectory", str(self.path), got)
         return at
 
-    def group(self, instance_id: str) -> IntArray:
-        """Return the positions of a group's trajectories.
+    def group(self, name: str, columns: Sequence[str] = ("instance_id", TASK)) -> IntArray:
+        """Return the positions of the trajectories of a group, or else of a task.
 
         Raises:
-            ConfigError: `known_trajectory`: no trajectory has this instance_id.
+            ConfigError: `known_trajectory`: no trajectory has this id.
         """
-        is_in = self.trajectories["instance_id"] == instance_id
-        found = np.flatnonzero(is_in.to_numpy())
-        if not len(found):
-            got = f"no trajectory has the instance_id {instance_id!r}"
-            raise ConfigError("known_trajectory", str(self.path), got)
-        return found
+        for column in columns:
+            found = np.flatnonzero((self.trajectories[column] == name).to_numpy())
+            if len(found):
+                return found
+        got = f"no trajectory has the {columns[0]} {name!r}"
+        raise ConfigError("known_trajectory", str(self.path), got)
 
     def bounds(self, number: int) -> tuple[int, int]:
         """Return the first row of a trajectory, and the row after its last."""
@@ -380,6 +381,7 @@ def _trajectories(
     one_row = len(first) == len(rows)
     final = rows if one_row else rows[last]
     columns: dict[str, Any] = {name: final[name] for name in _IDS}
+    columns[TASK] = _or_null(final, TASK, pl.String).fill_null(final["instance_id"])
     columns["num_rows"] = pl.Series(np.diff(starts).astype(np.int32))
     columns["num_turns"] = returns["num_turns"].cast(pl.Int32)
     columns["return"] = returns["return"]

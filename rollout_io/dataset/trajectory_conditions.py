@@ -38,6 +38,7 @@ from rollout_io.dataset.returns import (
     num_sampled_tokens,
     num_steps,
 )
+from schemas.columns import TASK
 from schemas.errors import ConfigError, count
 from schemas.metadata import Outcome
 from schemas.types import with_absent
@@ -58,10 +59,14 @@ COMPUTED = {
 }
 """Columns that `trajectory_columns` computes from the rows of a trajectory (docs/filters.md)."""
 
-TRAJECTORY_COLUMNS = ("instance_id", "repetition_id", "trajectory_id", "error", *COMPUTED)
-"""Columns that belong to the trajectory; `error` is the first error in its rows."""
+TRAJECTORY_COLUMNS = ("instance_id", TASK, "repetition_id", "trajectory_id", "error", *COMPUTED)
+"""Columns that belong to the trajectory: `error` is the first error in its rows, and a null task is
+`instance_id`."""
 
-_NEEDED = ("error", *CALLED)
+task_of = pl.coalesce(TASK, "instance_id")
+"""The task of a row."""
+
+_NEEDED = ("error", TASK, *CALLED)
 """Optional columns from which others are computed."""
 
 _FOLDS: dict[str, Fold] = {"any": pl.Expr.any, "all": pl.Expr.all, "last": pl.Expr.last}
@@ -213,8 +218,11 @@ def row_values(
     check_columns(condition.outer_names, [*known, *computed], where, condition.text)
     check_columns(inner, known, where, condition.text)
     folded = {name: computed[name] for name in condition.outer_names if name in computed}
-    if "error" in condition.outer_names:
-        folded["error"] = pl.col("error"), _first_error
+    stored: dict[str, tuple[pl.Expr, Fold]] = {
+        "error": (pl.col("error"), _first_error),
+        TASK: (task_of, pl.Expr.last),
+    }
+    folded |= {name: stored[name] for name in condition.outer_names if name in stored}
     folded |= condition.parts
     empty = pl.DataFrame(schema=schema).lazy()
     try:  # zero rows show type errors without reading data

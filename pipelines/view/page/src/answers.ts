@@ -462,8 +462,8 @@ export interface Pair {
   parts_at: PartsAt | null;
 }
 
-export function diffPair(a: string, b: string, instance: string): Promise<{ pairs: Pair[] }> {
-  return json("/api/diff/pair", { a, b, instance_id: instance });
+export function diffPair(a: string, b: string, task: string): Promise<{ pairs: Pair[] }> {
+  return json("/api/diff/pair", { a, b, task });
 }
 
 export interface Hit {

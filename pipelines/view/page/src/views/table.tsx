@@ -28,7 +28,8 @@ const CHUNK = 100;
 const KEPT_CHUNKS = 60;
 
 const TITLES: Record<string, [string, string]> = {
-  instance_id: ["task id", "instance_id: the task; its attempts form a group"],
+  instance_id: ["group id", "instance_id: the attempts with this id form a group"],
+  task_instance_id: ["task id", "task_instance_id: the task that its group attempts"],
   trajectory_id: ["trajectory", "trajectory_id: one attempt at a task"],
   repetition_id: ["attempt", "repetition_id"],
   num_rows: ["rows", "num_rows: rows of the table, one per model call unless merged"],
@@ -59,7 +60,7 @@ const ADDED_TITLES: Record<string, [string, string]> = {
 };
 const NUMBERS = new Set(["repetition_id", "num_rows", "num_turns", "num_messages", "num_characters", "num_tool_calls", "num_tool_errors", "num_images", "num_agents", "return", "prompt_tokens", "response_tokens", "trained_tokens", "longest_row_tokens", "policy_version"]); // prettier-ignore
 const CHARTED = ["return", "response_tokens", "num_rows", "stop_reason", "faults"];
-const ORDER = ["trajectory_id", "task_text", "instance_id", "repetition_id", "return"];
+const ORDER = ["trajectory_id", "task_text", "instance_id", "task_instance_id", "repetition_id", "return"];
 const LOG_CHARTED = ["num_turns", "num_characters", "num_tool_calls", "format"];
 const LOG_ORDER = ["trajectory_id", "task_text", "return", "error", "num_turns", "num_messages", "num_characters", "num_tool_calls", "num_tool_errors", "num_agents", "num_images", "modified", "file", "format", "stop_reason"]; // prettier-ignore
 
