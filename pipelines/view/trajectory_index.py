@@ -240,7 +240,7 @@ class TrajectoryIndex:
             raise ConfigError("known_column", str(self.path), got, hint=hint)
 
     def _evaluated(self, where: str) -> BoolArray:
-        condition = TrajectoryCondition.parse(where)
+        condition = TrajectoryCondition.parse(where, "" if self.columns is not None else self.path)
         used = set(condition.names)
         for name in sorted(used & self.hidden):
             got = f"{name} is both a column of the dataset and a column that the viewer computes"
