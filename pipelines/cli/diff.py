@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rollout_io.cli.output import emit, emit_json, example, next_command
+from rollout_io.cli.output import emit, emit_json, example, next_command, note
 from rollout_io.cli.usage import HintedUsageError, Number
 from rollout_io.terminal import columns, printable
 from schemas.errors import InputError, count
@@ -72,14 +72,20 @@ def diff(
     """
     import polars as pl
 
+    from pipelines.rescoring.finders import FINDERS
     from pipelines.statistics.differences import DIRECTIONS, PASSED, differences
+    from pipelines.statistics.findings import with_findings
     from pipelines.statistics.parting import greedy_partings
 
     (first, lines_a), (second, lines_b) = (
         _attempts(path, reward, outcome) for path, reward in ((a, reward_a), (b, reward_b))
     )
+    lines_a, lines_b, others = with_findings(a, b, lines_a, lines_b)
+    for name in others:
+        note(f"findings {name} are not compared: different functions made them")
+    directions = DIRECTIONS | {f"findings {finder.__name__}": -1 for finder in FINDERS}
     better = dict.fromkeys(higher, 1) | dict.fromkeys(lower, -1)
-    found = differences(lines_a, lines_b, rate=rate, directions=DIRECTIONS | better)
+    found = differences(lines_a, lines_b, rate=rate, directions=directions | better)
     if found.tasks.is_empty():
         hint = "compare datasets of the same tasks; see their ids: rollouts inspect DS"
         raise InputError("same_tasks", f"{a} and {b}", "no task is in both datasets", hint=hint)

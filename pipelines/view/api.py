@@ -234,11 +234,11 @@ class Api:
         return row_tokens.tokens(dataset, trajectory_id, step_index, *self._of(query))
 
     def _verdicts(self, query: Query) -> Response:
-        verdicts = self.sources.dataset(query.text("dataset")).verdicts
-        row = query.text("trajectory_id"), query.number("step_index", 0)
-        return json_response(
-            {"spans": [] if verdicts is None else row_tables.spans(verdicts, *row)}
-        )
+        dataset = self.sources.dataset(query.text("dataset"))
+        name, row = query.text("trajectory_id"), query.number("step_index", 0)
+        found = [] if dataset.verdicts is None else row_tables.spans(dataset.verdicts, name, row)
+        more = [one for one in dataset.findings.of(dataset, name) if one["row"] == row]
+        return json_response({"spans": found, "findings": more})
 
     def _shares(self, query: Query) -> Response:
         limit = query.number("limit", _DEFAULT_LIMIT)

@@ -15,6 +15,7 @@ import polars as pl
 import pyarrow as pa
 
 from pipelines.tables import set_column
+from pipelines.view.findings import COLUMN, Findings
 from pipelines.view.row_tables import (
     FAULT_NATS,
     FAULTS,
@@ -80,16 +81,23 @@ class Dataset:
 
     @property
     def added(self) -> list[str]:
-        """Columns that verdicts and row shares add to the table of trajectories."""
-        return [*(() if self.verdicts is None else (FAULTS, FAULT_NATS)), *self.shares]
+        """Columns that verdicts, findings and row shares add to the table of trajectories."""
+        faults = () if self.verdicts is None else (FAULTS, FAULT_NATS)
+        return [*faults, *([COLUMN] if self.findings else []), *self.shares]
+
+    @cached_property
+    def findings(self) -> Findings:
+        """Findings beside the dataset."""
+        return Findings(self.path)
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings about columns that the page cannot show."""
+        """Warnings about columns and findings that the page cannot show."""
         computed = {*COMPUTED, *self.added}
         hidden = [field.name for field in self.reader.schema if field.name in computed]
         end = "because the viewer computes a column of this name. Rename it in the dataset."
-        return [f"{self.name}: the column {name} is not shown, {end}" for name in hidden]
+        shown = [f"{self.name}: the column {name} is not shown, {end}" for name in hidden]
+        return [*shown, *self.findings.warnings]
 
     @property
     def index(self) -> TrajectoryIndex:
@@ -104,6 +112,8 @@ class Dataset:
                 index = TrajectoryIndex.read(self.path)
                 if self.verdicts is not None:
                     index.add(faults_of(self.verdicts))
+                if self.findings:
+                    index.add(self.findings.by_trajectory)
                 for column, rows in self.shares.items():
                     index.add(shares_of(rows, column))
                 self._index = index
@@ -258,6 +268,7 @@ class Dataset:
             "tokenizer": self.tokenizer,
             "layout": read_layout(self.path),
             "num_verdicts": 0 if self.verdicts is None else len(self.verdicts),
+            "num_findings": len(self.findings),
             "added": self.added,
         }
 

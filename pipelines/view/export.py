@@ -168,7 +168,10 @@ def _responses(
             for step in range(num_rows if has_tokens else 0):
                 with suppress(TokensMissing):  # of logs, only some trajectories may have tokens
                     yield asked(f"{root}/tokens", trajectory_id=name, step_index=step)
-                if sources.datasets[number].verdicts is not None:
+                if (
+                    sources.datasets[number].verdicts is not None
+                    or sources.datasets[number].findings
+                ):
                     yield asked(f"{root}/verdicts", trajectory_id=name, step_index=step)
                 if sources.runs:
                     yield asked(f"{root}/recorded", trajectory_id=name, step_index=step)

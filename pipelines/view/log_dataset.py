@@ -373,6 +373,7 @@ class LogDataset(Dataset):
             "tokenizer": self._given_tokenizer,
             "layout": "log",
             "num_verdicts": 0,
+            "num_findings": 0,
             "added": [],
             "log": {
                 "version": shown.version,

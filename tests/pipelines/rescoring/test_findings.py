@@ -254,6 +254,71 @@ def test_a_finder_that_fails_leaves_its_trajectory_unknown_and_is_tried_again(tm
     assert "[finding]" in next(iter(result.errors))
 
 
+def test_findings_are_compared_per_label_on_tasks_in_common_and_counted_by_stats(tmp_path, capsys):
+    groups = [f"t{n}" for n in range(8)]
+    a, b = (
+        write(
+            tmp_path / name,
+            *(
+                (group, n, conversation(*turns))
+                for group in [*groups, f"only {name}"]
+                for n in range(2)
+            ),
+        )
+        for name, turns in (("a", CYCLE[-1:]), ("b", CYCLE))
+    )
+    for dataset in (a, b):
+        assert run(["rescore", dataset, "--findings", "loops", "--findings", "refusals"]) == 0
+        find(dataset, "own_finders:tell")
+    assert "findings loops: 18 loops" in capsys.readouterr().err
+    assert run(["diff", a, b, "--json"]) == 0
+    numbers = {one["name"]: one for one in json.loads(capsys.readouterr().out)["numbers"]}
+    loops = numbers["findings loops"]
+    assert (loops["a"], loops["b"], loops["num_tasks"], loops["direction"]) == (0.0, 1.0, 8, -1)
+    assert numbers["findings tell/odd"]["change"] == 0
+    assert "findings refusals" not in numbers
+    assert run(["stats", b, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["findings"]
+    assert [(x["name"], x["label"], x["num_findings"], x["num_trajectories"]) for x in told] == [
+        ("loops", "loops", 18, 18), ("refusals", None, 0, 0), ("tell", "odd", 9, 9),
+    ]  # fmt: skip
+    assert run(["stats", b]) == 0
+    assert "findings loops: 18 loops in 18 trajectories" in capsys.readouterr().out
+    shutil.rmtree(b)
+    write(tmp_path / "b", *one_step(0.0, instance="t0"), optional=())
+    assert run(["stats", b]) == 0
+    assert "changed since" in capsys.readouterr().out
+    assert run(["diff", a, b]) == 1
+    assert "[findings_version]" in capsys.readouterr().err
+
+
+def test_findings_of_different_functions_are_not_compared(tmp_path, capsys):
+    paths = [write(tmp_path / name, *one_step(0.0, 0.0), optional=()) for name in "ab"]
+    for dataset, function in zip(paths, ("tell", "fails"), strict=True):
+        scorer = Scorer(function=f"own_finders:{function}", gives="findings")
+        rescore(dataset, "same", scorer)
+    assert run(["diff", *paths]) == 0
+    assert (
+        "findings same are not compared: different functions made them" in capsys.readouterr().err
+    )
+
+
+def test_redaction_writes_no_findings_and_refuses_those_of_the_rows_before(tmp_path):
+    dataset = write(tmp_path / "ds", ("a", 0, conversation(("the key is hunter2", None))))
+    (tmp_path / "own_finders.py").write_text(
+        "def key(attempt):\n    return [{'label': 'key', 'text': attempt.response}]\n"
+    )
+    find(dataset, "own_finders:key")
+    assert found_in(dataset, "key")["a_0"][0]["text"] == "the key is hunter2"
+    out = tmp_path / "out"
+    shutil.copytree(f"{dataset}.findings", f"{out}.findings")
+    with RolloutWriter(out) as writer:
+        rows = scan(dataset).with_columns(response_text=pl.lit("the key is *******"))
+        writer.write(rows.collect())
+    with pytest.raises(InputError, match="changed since"):
+        count_findings(str(out), "key")
+
+
 BAD = (
     3, {"label": "x"}, "x", [1], [{"text": "no label"}], [{"label": "a b"}], [{"label": "x", "other": 1}],
     [{"label": "x", "text": 1}], [{"label": "x", "step": 1}], [{"label": "x", "step": -1}],

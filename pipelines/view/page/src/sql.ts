@@ -32,7 +32,7 @@ const OVER = " OVER (PARTITION BY trajectory_id)";
 
 /** Whether a filter cannot be a Polars expression: it uses columns of trajectories, or folds the rows of one. */
 export function usesComputed(where: string, added: string[] = []): boolean {
-  return new RegExp(`\\b(?:(?:${[COMPUTED, ...added].join("|")})\\b|(?:any|all|last|tool_calls|tool_errors)\\s*\\()`, "i").test(where.replace(/'(?:[^']|'')*'/g, ""));
+  return new RegExp(`\\b(?:(?:${[COMPUTED, ...added].join("|")})\\b|(?:any|all|last|tool_calls|tool_errors|findings)\\s*\\()`, "i").test(where.replace(/'(?:[^']|'')*'/g, ""));
 }
 
 /** The condition that a brush writes, and the pattern that finds it in a filter. */
