@@ -26,6 +26,7 @@ from pipelines.view.short_rows import LENGTHS, cut_texts, kept_columns, short_ro
 from pipelines.view.task_texts import add_starts
 from rollout_io.dataset.checking import checked_tables
 from rollout_io.dataset.conditions import types_in
+from rollout_io.dataset.message_facts import CALLED, count_calls, tool_calls
 from rollout_io.dataset.reader import scan
 from rollout_io.dataset.returns import dataset_outcome, num_steps
 from rollout_io.dataset.storage import PathLike
@@ -39,8 +40,9 @@ from rollout_io.dataset.trajectory_conditions import (
 from schemas.columns import COLUMN_BY_NAME, TASK
 from schemas.errors import ConfigError
 from schemas.ragged import BoolArray, IntArray
+from schemas.types import with_absent
 
-_IN_MEMORY = frozenset(COMPUTED) - {"task_text", "num_agents", "num_tool_calls", "num_tool_errors"}
+_IN_MEMORY = frozenset(COMPUTED) - {"task_text", "num_agents"}
 """Computed columns whose values conditions read from memory; `task_text` is the group's there."""
 
 _RETURN_COLUMNS = ("instance_id", "trajectory_id", "reward", "error", "segments")
@@ -94,11 +96,12 @@ class TrajectoryIndex:
         """
         outcome = dataset_outcome(path)
         names, cut = None, set[str]()
-        parts, returns, texts = [], [], dict[str, str | None]()
+        parts, returns, calls, texts = [], [], [], dict[str, str | None]()
         for table in checked_tables(path, decode=False):
             names = names or kept_columns(table.schema)
             parts.append(short_rows(table, names, cut))
             add_starts(table, texts)
+            calls.append(_calls(table))
             if "segments" in table.column_names:
                 own = [name for name in _RETURN_COLUMNS if name in table.column_names]
                 found = _returns(table.select(own), outcome)
@@ -107,6 +110,7 @@ class TrajectoryIndex:
         found = pl.concat(returns) if returns else _returns(rows, outcome)
         starts = _starts(rows)
         trajectories = _trajectories(rows, found, starts, texts)
+        trajectories = trajectories.with_columns(pl.concat(calls) if calls else ())
         return cls(
             path=path, rows=rows, trajectories=trajectories, starts=starts, cut=frozenset(cut)
         )
@@ -371,6 +375,16 @@ def _returns(rows: Frame, outcome: Outcome) -> pl.DataFrame:
     frame = as_lazy(rows)
     turns = num_steps(frame), pl.Expr.sum
     return fold_trajectories(frame, outcome, {"num_turns": turns}).collect()
+
+
+def _calls(table: pa.Table) -> pl.DataFrame:
+    names = [name for name in ("trajectory_id", *CALLED) if name in table.column_names]
+    rows = with_absent(as_lazy(table.select(names)), CALLED).select("trajectory_id", c=tool_calls())
+    total, errors = count_calls(pl.col("c")), count_calls(pl.col("c"), failed=True)
+    counted = rows.group_by("trajectory_id", maintain_order=True).agg(
+        num_tool_calls=total.cast(pl.Int32), num_tool_errors=errors.cast(pl.Int32)
+    )
+    return counted.drop("trajectory_id").collect()
 
 
 def _trajectories(

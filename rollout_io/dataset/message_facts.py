@@ -98,16 +98,28 @@ def count_calls(calls: pl.Expr, name: str | None = None, *, failed: bool = False
         failed: Count only those that failed.
 
     Returns:
-        A count; null if no row of the trajectory has messages.
+        A count; null if no row of the trajectory has messages, and of failed ones if there are calls,
+        but no result of any.
     """
     one = calls.drop_nulls().explode()
     chosen = one.struct.field("key").is_not_null()
     if name is not None:
         chosen &= one.struct.field("name") == name
+    is_known = calls.is_not_null().any()
     if failed:
-        chosen &= one.struct.field("failed")
+        has_failed = one.struct.field("failed")
+        is_known &= ~chosen.any() | (chosen & has_failed.is_not_null()).any()
+        chosen &= has_failed
     num: pl.Expr = one.struct.field("key").filter(chosen).n_unique()
-    return pl.when(calls.is_not_null().any()).then(num)
+    return pl.when(is_known).then(num)
+
+
+def count_results(calls: pl.Expr) -> pl.Expr:
+    """Count the distinct calls of a trajectory that have a result."""
+    one = calls.drop_nulls().explode()
+    has_result = one.struct.field("failed").is_not_null()
+    num: pl.Expr = one.struct.field("key").filter(has_result).n_unique()
+    return num
 
 
 def _calls_of_rows(rows: pl.Series) -> pl.Series:

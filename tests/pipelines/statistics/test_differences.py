@@ -37,7 +37,11 @@ def lines(returns, **numbers):
         for n, value in enumerate(values)
     ]
     schema = {"instance_id": pl.String, "trajectory_id": pl.String, "return": pl.Float64}
-    kinds = {"tools": pl.List(pl.String), "stop_reason": pl.String}
+    kinds = {
+        "tools": pl.List(pl.String),
+        "failed_tools": pl.List(pl.String),
+        "stop_reason": pl.String,
+    }
     kinds["environment"] = pl.List(pl.Struct({"key": pl.String, "value": pl.Float64}))
     frame = pl.DataFrame(rows, {**schema, "error": pl.String})
     empty = {name: pl.lit(None, kind) for name, kind in kinds.items()}
