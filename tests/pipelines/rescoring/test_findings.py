@@ -303,22 +303,6 @@ def test_findings_of_different_functions_are_not_compared(tmp_path, capsys):
     )
 
 
-def test_redaction_writes_no_findings_and_refuses_those_of_the_rows_before(tmp_path):
-    dataset = write(tmp_path / "ds", ("a", 0, conversation(("the key is hunter2", None))))
-    (tmp_path / "own_finders.py").write_text(
-        "def key(attempt):\n    return [{'label': 'key', 'text': attempt.response}]\n"
-    )
-    find(dataset, "own_finders:key")
-    assert found_in(dataset, "key")["a_0"][0]["text"] == "the key is hunter2"
-    out = tmp_path / "out"
-    shutil.copytree(f"{dataset}.findings", f"{out}.findings")
-    with RolloutWriter(out) as writer:
-        rows = scan(dataset).with_columns(response_text=pl.lit("the key is *******"))
-        writer.write(rows.collect())
-    with pytest.raises(InputError, match="changed since"):
-        count_findings(str(out), "key")
-
-
 BAD = (
     3, {"label": "x"}, "x", [1], [{"text": "no label"}], [{"label": "a b"}], [{"label": "x", "other": 1}],
     [{"label": "x", "text": 1}], [{"label": "x", "step": 1}], [{"label": "x", "step": -1}],
