@@ -21,7 +21,7 @@ def conversation(dataset: Dataset, trajectory_id: str) -> dict[str, Any]:
         names = [n for n in dataset.reader.schema.names if n != "rollout_expert_indices"]
     table = dataset.trajectory(number, names)
     lanes = lanes_of(table, dataset.token_bytes, dataset.chat_tokenizer)
-    found = [] if dataset.is_log else dataset.findings.of(dataset, trajectory_id)
+    found = dataset.findings.of(dataset, trajectory_id)
     for one in found:
         if (turn := _turn_of(one, lanes.values())) is not None:
             turn.setdefault("findings", []).append(one)

@@ -88,7 +88,7 @@ class Dataset:
     @cached_property
     def findings(self) -> Findings:
         """Findings beside the dataset."""
-        return Findings(self.path)
+        return Findings("" if self.is_log else self.path)
 
     @property
     def warnings(self) -> list[str]:

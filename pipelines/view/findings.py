@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -102,28 +102,29 @@ class Findings:
         ]
 
 
-def _rows_of_steps(rows: Iterable[Sequence[Mapping[str, Any]] | None]) -> dict[int, int]:
-    """Return the row that holds each step."""
-    row_of: dict[int, int] = {}
+def _rows_of_steps(rows: Sequence[Sequence[Mapping[str, Any]] | None]) -> list[int]:
+    """Return the row that holds each step, in the order in which `unmerge` numbers them."""
+    steps, are_merged = list[tuple[int, int]](), True
     for row, segments in enumerate(rows):
-        is_merged = bool(segments) and segments is not None and segments[0].get(JOINED)
-        own = [one["step_index"] for one in segments or ()] if is_merged else [len(row_of)]
-        row_of |= dict.fromkeys(own, row)
-    return row_of
+        is_merged = segments is not None and any(one.get(JOINED) for one in segments[:1])
+        own = [one["step_index"] for one in segments or ()] if is_merged else [row]
+        steps += [(step, row) for step in own]
+        are_merged &= is_merged
+    return [row for _, row in (sorted(steps) if are_merged else steps)]
 
 
 def _place(
     dataset: Dataset,
     steps: Any,
     finding: Mapping[str, Any],
-    row_of: Mapping[int, int],
+    row_of: Sequence[int],
     prompts: Any,
 ) -> dict[str, int | None]:
     """Place a finding in the row of its step: a merged row begins with all tokens of its steps."""
     step = finding["step"]
     if step is None:
         return {"row": None, "at": None, "start": 0, "end": 0}
-    row = row_of.get(step, step)
+    row = row_of[step]
     before, prompt = (int(n) for n in (prompts[row], len(steps.column("prompt_token_ids")[step])))
     start, length = finding["start"], finding["length"]
     if start is None and finding["text_start"] is not None:

@@ -115,7 +115,8 @@ def is_version(dataset: str, name: str) -> bool:
 def version_names(dataset: str, kind: Kind) -> list[str]:
     """List the versions of a dataset; a dataset that is not one local directory has none."""
     folder = Path(f"{dataset.rstrip('/')}.{kind.folder}")
-    return sorted(path.stem for path in folder.glob("*.arrow")) if Path(dataset).is_dir() else []
+    is_one = dataset != "" and Path(dataset).is_dir()
+    return sorted(path.stem for path in folder.glob("*.arrow")) if is_one else []
 
 
 def digests(frame: pl.LazyFrame) -> pl.DataFrame:
