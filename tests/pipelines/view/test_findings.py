@@ -3,14 +3,19 @@
 import shutil
 
 import polars as pl
+import pyarrow.compute as pc
 import pytest
+from hypothesis import given
 
-from pipelines import merge
+from pipelines import merge, merge_table, unmerge_table
 from pipelines.rescoring.finders import FINDERS
 from pipelines.rescoring.rescore import rescore
 from pipelines.rescoring.scorers import Scorer
+from pipelines.view.findings import _rows_of_steps
 from rollout_io import RolloutWriter, scan
 from schemas.metadata import DatasetMetadata
+from schemas.strategies import rollout_tables
+from tests.helpers.filter_helpers import relaxed
 from tests.helpers.view_helpers import Asked
 
 ROOT = "/api/datasets/d0"
@@ -77,6 +82,25 @@ def test_a_finding_is_placed_at_the_same_tokens_of_steps_and_of_merged_rows(foun
     assert {label for _, label in shown[0]} == {"tokens", "said", "first"}
 
 
+@pytest.mark.slow
+@relaxed
+@given(rollout_tables())
+def test_each_step_is_the_beginning_of_the_row_that_holds_it(rows):
+    merged = merge_table(rows)
+    for name in pc.unique(merged["trajectory_id"]).to_pylist():
+        table = merged.filter(pc.equal(merged["trajectory_id"], name))
+        has = "segments" in table.column_names
+        segments = table["segments"].to_pylist() if has else [None] * table.num_rows
+        steps, row_of = unmerge_table(table), _rows_of_steps(segments)
+        assert len(row_of) == steps.num_rows
+        whole, parts = (
+            [one["prompt_token_ids"] + one["response_ids"] for one in held.to_pylist()]
+            for held in (table, steps)
+        )
+        for part, row in zip(parts, row_of, strict=True):
+            assert whole[row][: len(part)] == part
+
+
 def test_turns_and_the_table_name_what_was_found(found):
     for ask in found:
         table = ask(f"{ROOT}/trajectories")
@@ -114,6 +138,7 @@ def test_findings_of_other_rows_are_not_shown_and_said(tmp_path):
     assert "version of findings places" in warning
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("found")
 def test_every_finder_runs_on_recorded_trajectories(tmp_path):
     dataset = str(tmp_path / "steps")
