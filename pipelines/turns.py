@@ -43,8 +43,7 @@ MESSAGES = pa.schema(
         ("step_index", pa.int32()),
         ("turn", pa.int32()),
         *((name, pa.string()) for name in ("role", "kind", "name", "text")),
-        ("failed", pa.bool_()),
-        ("is_trained", pa.bool_()),
+        *((name, pa.bool_()) for name in ("failed", "is_trained")),
         ("start", pa.int32()),
         ("length", pa.int32()),
     ]
@@ -122,13 +121,9 @@ def lanes_of_steps(
     vocabulary: TokenBytes | None = None,
     tokenizer: ChatTokenizer | None = None,
 ) -> dict[str | None, list[dict[str, Any]]]:
-    """Return `lanes_of` the steps of a trajectory.
+    """Return `lanes_of` the steps of a trajectory, which are values of `TURN_COLUMNS`.
 
-    Args:
-        steps: Values of `TURN_COLUMNS`, with the number of prompt tokens in place of the prompt if a
-            step has messages.
-        vocabulary: See `lanes_of`.
-        tokenizer: See `lanes_of`.
+    Steps with messages need `num_prompt_tokens` only, not the prompts themselves.
     """
     lanes: dict[str | None, _Lane] = {}
     for step in steps:
@@ -153,8 +148,8 @@ def _steps(table: pa.Table) -> list[dict[str, Any]]:
                 name: to_numpy(one.column(name).slice(step, 1).combine_chunks().flatten())
                 for name in _IDS
             }
-            num_prompt = len(ids["prompt_token_ids"])
-            parts.append({**values, **ids, "num_prompt_tokens": num_prompt, "row": row})
+            num = len(ids["prompt_token_ids"])
+            parts.append({**values, **ids, "num_prompt_tokens": num, "row": row})
     return parts
 
 
