@@ -84,9 +84,9 @@ def rescore(
         progress: Called with the number of trajectories done since the last call.
 
     Raises:
-        InputError: `reward_version`, `findings_version`: another process writes this version, or the version exists and
+        InputError: `reward_version`: another process writes this version, or the version exists and
             was made by another function; `reward_function`: the function cannot be imported.
-        ConfigError: `reward_function`, `reward_version`, `findings_version`: the function or name is
+        ConfigError: `reward_function`, `reward_version`: the function or name is
             not usable.
     """
     kind, *_ = kinds = _KINDS[scorer.gives]
@@ -96,7 +96,7 @@ def rescore(
     sources = source_digests(scorer.function, load(scorer.function))
     made = {**asdict(scorer), "sources": sources, "tasks_sha256": tasks}
     del made["gives"]
-    with _only_writer(path, kind):
+    with _only_writer(path):
         current = digests(scan(dataset))
         header = {**made, "dataset_digest": current["digest"].sum()}
         journal = path.with_name(f".{path.name}.journal")
@@ -187,7 +187,7 @@ def _made_otherwise(
     why = f"whose source changed since ({', '.join(changed)})" if changed else "with other options"
     got = f"{kind.name} {name!r} was made by {before.get('function')}, {why}"
     hint = f"pass another --name, or remove {version_path(dataset, name, kind)}"
-    return InputError(kind.rule, dataset, got, hint=hint)
+    return InputError("reward_version", dataset, got, hint=hint)
 
 
 def _journaled(journal: Path, made: dict[str, Any]) -> list[Score]:
@@ -227,11 +227,11 @@ def _appending(journal: Path, made: dict[str, Any]) -> Iterator[Callable[[dict[s
 
 
 @contextmanager
-def _only_writer(path: Path, kind: Kind) -> Iterator[None]:
+def _only_writer(path: Path) -> Iterator[None]:
     held = lock(path.with_name(f".{path.name}.lock"))
     if held is None:
         hint = "wait for it, or pass another --name"
-        raise InputError(kind.rule, str(path), "another process is writing it", hint=hint)
+        raise InputError("reward_version", str(path), "another process is writing it", hint=hint)
     try:
         yield
     finally:

@@ -14,7 +14,7 @@ def exploded(dataset: str, name: str) -> pl.DataFrame:
     """Return a line per finding of a version: trajectory_id, name and the finding's fields.
 
     Raises:
-        InputError: `findings_version`: see `read_current`.
+        InputError: `reward_version`: see `read_current`.
     """
     values = read_current(dataset, name, FINDINGS).drop_nulls("findings")
     lines = values.select("trajectory_id", pl.lit(name).alias("name"), "findings")
@@ -61,7 +61,7 @@ def with_findings(
         the finder failed; and the versions that different functions made, which are left out.
 
     Raises:
-        InputError: `findings_version`: a dataset has changed since.
+        InputError: `reward_version`: a dataset has changed since.
     """
     tables, others = [lines_a, lines_b], []
     for name in sorted({*version_names(a, FINDINGS)} & {*version_names(b, FINDINGS)}):

@@ -102,7 +102,7 @@ class TrajectoryCondition:
 
         Raises:
             ConfigError: `condition`: the text is not SQL, or is not a condition on a trajectory.
-            InputError: `findings_version`: the dataset has no such findings, or has changed since.
+            InputError: `reward_version`: the dataset has no such findings, or has changed since.
         """
         if isinstance(condition, pl.Expr):
             return cls(text=str(condition), outer=condition_of(condition), parts={})

@@ -43,6 +43,7 @@ FINDING = {
 }
 """Fields of a finding (`pipelines.rescoring.attempts.Finding`)."""
 
+RULE = "reward_version"
 _NAME = re.compile(r"[A-Za-z0-9][\w-]{0,99}")
 _SPARE = 2**16  # the sum over the rows of a trajectory fits into 63 bits
 _MADE = b"rollout_io.reward_version"
@@ -55,7 +56,6 @@ class Kind:
     Attributes:
         name: What one version is called in messages.
         folder: It is kept in `DS.{folder}/`.
-        rule: Rule of its errors.
         column: Column with the value of each trajectory.
         type: Type of that column.
         option: Option of `rollouts rescore` that makes it.
@@ -63,7 +63,6 @@ class Kind:
 
     name: str
     folder: str
-    rule: str
     column: str
     type: pl.DataType
     option: str
@@ -75,11 +74,10 @@ class Kind:
         return {"trajectory_id": pl.String, **value, "error": pl.String, "digest": pl.Int64}
 
 
-REWARDS = Kind("reward version", "rewards", "reward_version", "reward", pl.Float64(), "--reward")
+REWARDS = Kind("reward version", "rewards", "reward", pl.Float64(), "--reward")
 FINDINGS = Kind(
     "version of findings",
     "findings",
-    "findings_version",
     "findings",
     pl.List(pl.Struct(FINDING)),
     "--findings",
@@ -95,15 +93,15 @@ def version_path(dataset: str, name: str, kind: Kind = REWARDS) -> Path:
     """Return the path of a version, whether or not it exists.
 
     Raises:
-        ConfigError: `{kind.rule}`: the name has other characters than letters, digits, _ and -.
-        InputError: `{kind.rule}`: the dataset is not a local directory.
+        ConfigError: `reward_version`: the name has other characters than letters, digits, _ and -.
+        InputError: `reward_version`: the dataset is not a local directory.
     """
     if not is_name(name):
         expected = f"the name of a {kind.name}: letters, digits, _ and -, and no path"
-        raise ConfigError(kind.rule, kind.column, repr(name), expected)
+        raise ConfigError(RULE, kind.column, repr(name), expected)
     if not Path(dataset).is_dir():
         got, expected = "not a local directory", "the directory of one dataset"
-        raise InputError(kind.rule, dataset, got, expected)
+        raise InputError(RULE, dataset, got, expected)
     return Path(f"{dataset.rstrip('/')}.{kind.folder}") / f"{name}.arrow"
 
 
@@ -162,14 +160,14 @@ def read_version(
     """Read a version: its rows, and how it was made.
 
     Raises:
-        InputError: `{kind.rule}`: it does not exist, or the file is not one.
+        InputError: `reward_version`: it does not exist, or the file is not one.
     """
     path = version_path(dataset, name, kind)
     if not path.exists():
         known = ", ".join(version_names(dataset, kind))
         got = f"no {kind.name} {name!r}"
         make = f"make one: rollouts rescore {dataset} {kind.option} ..."
-        raise InputError(kind.rule, dataset, got, hint=f"use one of {known}" if known else make)
+        raise InputError(RULE, dataset, got, hint=f"use one of {known}" if known else make)
     with open_input(path) as file:
         try:
             table = pa.ipc.open_file(file).read_all()
@@ -178,7 +176,7 @@ def read_version(
             values = values.select(*kind.schema).cast(kind.schema)  # type: ignore[arg-type]
         except Exception as error:  # of Arrow, Polars or json, for a file of anything
             got = f"the file is not a {kind.name}: {' '.join(str(error).split())[:200]}"
-            raise InputError(kind.rule, str(path), got, hint="score the dataset again") from None
+            raise InputError(RULE, str(path), got, hint="score the dataset again") from None
     return values, made
 
 
@@ -194,7 +192,7 @@ def read_current(
         frame: Rows of the dataset; None: all.
 
     Raises:
-        InputError: `{kind.rule}`: there is no such version, or a trajectory that did not fail is not
+        InputError: `reward_version`: there is no such version, or a trajectory that did not fail is not
             in it, or has changed since.
     """
     values, _ = read_version(dataset, name, kind)
@@ -206,7 +204,7 @@ def read_current(
         some = missing["trajectory_id"].min()
         got = f"{count(len(missing), 'trajectory')} not scored, or changed since, such as {some!r}"
         hint = "run `rollouts rescore` with the same options again: it scores those"
-        raise InputError(kind.rule, f"{dataset}, {kind.name} {name}", got, hint=hint)
+        raise InputError(RULE, f"{dataset}, {kind.name} {name}", got, hint=hint)
     return values
 
 
@@ -222,7 +220,7 @@ def count_findings(dataset: str, name: str) -> tuple[pl.Series, pl.Series]:
 
     Raises:
         ConfigError: `condition`: the dataset is unknown.
-        InputError: `findings_version`: see `read_current`.
+        InputError: `reward_version`: see `read_current`.
     """
     if not dataset:
         got, expected = "there is no dataset to look them up", "the path of a dataset"

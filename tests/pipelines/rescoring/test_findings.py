@@ -220,7 +220,7 @@ def test_findings_of_rows_that_changed_are_refused(tmp_path):
     write(tmp_path / "ds", ("a", 0, [{"response_ids": [9], "reward": 0.0}]), *one_step(0.0, 0.0)[1:], optional=())  # fmt: skip
     with pytest.raises(InputError, match="or changed since, such as 'a_0'") as caught:
         count_findings(dataset, "tell")
-    assert caught.value.rule == "findings_version"
+    assert caught.value.rule == "reward_version"
     find(dataset, "own_finders:tell")
     assert len(count_findings(dataset, "tell")[0]) == 2
     with pytest.raises(ConfigError):
@@ -289,7 +289,7 @@ def test_findings_are_compared_per_label_on_tasks_in_common_and_counted_by_stats
     assert run(["stats", b]) == 0
     assert "changed since" in capsys.readouterr().out
     assert run(["diff", a, b]) == 1
-    assert "[findings_version]" in capsys.readouterr().err
+    assert "[reward_version]" in capsys.readouterr().err
 
 
 def test_findings_of_different_functions_are_not_compared(tmp_path, capsys):

@@ -344,7 +344,7 @@ def test_a_redacted_dataset_has_no_findings_and_refuses_those_of_the_original(
     shutil.copytree(f"{source}.findings", f"{out}.findings")
     with pytest.raises(InputError, match="changed since") as caught:
         count_findings(out, "cards")
-    assert caught.value.rule == "findings_version"
+    assert caught.value.rule == "reward_version"
 
 
 @pytest.mark.usefixtures("no_rules")
