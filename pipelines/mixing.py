@@ -12,6 +12,7 @@ import polars as pl
 from pipelines.filtering.filters import lot
 from pipelines.rewards import place_token_rewards
 from pipelines.tables import Frame, as_lazy, exact_column
+from schemas.columns import TASK
 from schemas.errors import ConfigError, InputError, InvariantError, count, first_of
 
 _POSITION = "position in the mixture"
@@ -34,7 +35,7 @@ def mix(
     lacks is null in its rows.
 
     A group is one task of one dataset, so an instance_id that occurs in two datasets is rejected.
-    With `prefix_names`, "NAME/" is prepended to every instance_id and trajectory_id instead.
+    With `prefix_names`, "NAME/" is prepended to every id of a group, trajectory or task instead.
 
     Args:
         frames: Rows of each dataset (complete trajectories), by dataset name.
@@ -223,5 +224,5 @@ def _place(
     )
     if not prefix:
         return drawn
-    ids = ("instance_id", "trajectory_id")
+    ids = [name for name in ("instance_id", "trajectory_id", TASK) if name in schema]
     return drawn.with_columns(pl.concat_str(pl.lit(prefix), name).alias(name) for name in ids)

@@ -18,7 +18,7 @@ from pipelines.drift_diagnosis.readers import turns_of_ids
 from pipelines.merging.merge import unmerge_table
 from pipelines.merging.segments import is_joined
 from pipelines.tables import Frame, over_tables
-from rollout_io.dataset.message_facts import TAGGED_CALL, split_calls
+from rollout_io.dataset.message_facts import TAGGED_CALL, has_failed, split_calls
 from rollout_io.dataset.prefix_layout import Tokens, common_prefix
 from rollout_io.retokenize.messages import REASONING_FIELDS
 from rollout_io.retokenize.token_bytes import TokenBytes
@@ -43,7 +43,7 @@ MESSAGES = pa.schema(
         ("step_index", pa.int32()),
         ("turn", pa.int32()),
         *((name, pa.string()) for name in ("role", "kind", "name", "text")),
-        ("is_trained", pa.bool_()),
+        *((name, pa.bool_()) for name in ("failed", "is_trained")),
         ("start", pa.int32()),
         ("length", pa.int32()),
     ]
@@ -64,7 +64,8 @@ def messages(frame: Frame) -> pl.LazyFrame:
     Returns:
         instance_id, trajectory_id, agent; step_index (of the step that first sent or sampled it); turn
         (from 0, of the agent); role; kind (text, thinking, tool_call, tool_result, image, file); name
-        (of the tool or file); text (of a call: its arguments); is_trained; start and length of the
+        (of the tool or file); text (of a call: its arguments); failed (of a tool's result: see
+        `has_failed`, else null); is_trained; start and length of the
         answer's tokens in the row's prompt + response, null unless they were sampled.
 
     Example:
@@ -90,7 +91,7 @@ def _messages_of(table: pa.Table) -> pa.Table:
                 of_turn |= {"start": start, "length": length, "agent": agent, **ids}
                 lines += (
                     of_turn
-                    | {"kind": part["type"], "name": part["name"]}
+                    | {"kind": part["type"], "name": part["name"], "failed": part["failed"]}
                     | {"text": whole_characters(part["text"])}
                     for part in turn["parts"] or [_part("text", "")]
                 )
@@ -112,8 +113,20 @@ def lanes_of(
         vocabulary: Decodes the tokens of rows without messages; None: their text lists the ids.
         tokenizer: Splits prompts without messages into turns; None: a prompt is one turn.
     """
+    return lanes_of_steps(_steps(table), vocabulary, tokenizer)
+
+
+def lanes_of_steps(
+    steps: Iterable[Mapping[str, Any]],
+    vocabulary: TokenBytes | None = None,
+    tokenizer: ChatTokenizer | None = None,
+) -> dict[str | None, list[dict[str, Any]]]:
+    """Return `lanes_of` the steps of a trajectory, which are values of `TURN_COLUMNS`.
+
+    Steps with messages need `num_prompt_tokens` only, not the prompts themselves.
+    """
     lanes: dict[str | None, _Lane] = {}
-    for step in _steps(table):
+    for step in steps:
         lanes.setdefault(step.get("agent"), _Lane(vocabulary, tokenizer)).add(step)
     named = sorted(lanes.items(), key=lambda lane: lane[0] not in _MAIN)
     return {name: lane.turns for name, lane in named}
@@ -135,7 +148,8 @@ def _steps(table: pa.Table) -> list[dict[str, Any]]:
                 name: to_numpy(one.column(name).slice(step, 1).combine_chunks().flatten())
                 for name in _IDS
             }
-            parts.append({**values, **ids, "row": row})
+            num = len(ids["prompt_token_ids"])
+            parts.append({**values, **ids, "num_prompt_tokens": num, "row": row})
     return parts
 
 
@@ -158,7 +172,8 @@ class _Lane:
             self._add_tokens(step, messages)
         else:
             self._add_messages(step, messages)
-        self._ids = np.concatenate([step["prompt_token_ids"], step["response_ids"]])
+        if "prompt_token_ids" in step:
+            self._ids = np.concatenate([step["prompt_token_ids"], step["response_ids"]])
 
     def _add_messages(self, step: Mapping[str, Any], messages: list[Message]) -> None:
         same, before = self._continued(messages)
@@ -235,7 +250,7 @@ class _Lane:
         is_sampled: bool = False,
     ) -> None:
         if is_sampled:
-            span = len(step["prompt_token_ids"]), len(step["response_ids"])
+            span = step["num_prompt_tokens"], len(step["response_ids"])
         self.turns.append(
             {
                 "role": role,
@@ -258,7 +273,7 @@ class _Lane:
             parts.append(_part("thinking", _as_text(thought)))
         if message.get("role") in {"tool", "function"}:
             name = message.get("name") or self._calls.get(str(message.get("tool_call_id")))
-            return [*parts, *_result(message.get("content"), name)]
+            return [*parts, *_result(message, name)]
         for piece in _pieces(message.get("content")):
             parts += self._piece(piece)
         calls = message.get("tool_calls")
@@ -278,7 +293,7 @@ class _Lane:
             return [self._call({**piece, "arguments": piece.get("input")})]
         if kind == "tool_result":
             name = self._calls.get(str(piece.get("tool_use_id")))
-            return _result(piece.get("content"), name)
+            return _result(piece, name)
         if kind in {"thinking", "reasoning"}:
             return [_part("thinking", _as_text(piece.get("thinking") or piece.get("text")))]
         text = piece.get("text")
@@ -302,7 +317,7 @@ def _answer_spans(
     if step.get("token_source") != RETOKENIZED:
         return {}
     num_tokens = len(step["response_ids"])  # 0 in logs, whose text has no tokens
-    sent, start = sent_messages(step), len(step["prompt_token_ids"])
+    sent, start = sent_messages(step), step["num_prompt_tokens"]
     first = len(sent) if isinstance(sent, list) else 0
     answers = [i for i, message in enumerate(messages) if i >= first and is_answer(message)]
     whole = {"start": 0, "length": num_tokens}
@@ -388,17 +403,19 @@ def _name_in(call: str) -> str | None:
 
 
 def _part(kind: str, text: str, name: str | None = None) -> Part:
-    return {"type": kind, "name": None if name is None else str(name)[:200], "text": text}
+    name = None if name is None else str(name)[:200]
+    return {"type": kind, "name": name, "text": text, "failed": None}
 
 
-def _result(content: Any, name: str | None) -> list[Part]:
+def _result(result: Mapping[str, Any], name: str | None) -> list[Part]:
     """Return the parts of a tool's result: its text, then its pictures."""
+    content, failed = result.get("content"), has_failed(result)
     pieces = content if isinstance(content, list) else []
     pictures = [part for piece in pieces if (part := _picture(piece)) is not None]
     if pictures:
         content = [piece for piece in pieces if _picture(piece) is None]
     text = [_part("tool_result", _as_text(content), name)] if content or not pictures else []
-    return [*text, *pictures]
+    return [part | {"failed": failed} for part in [*text, *pictures]]
 
 
 def _picture(piece: Any) -> Part | None:

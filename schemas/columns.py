@@ -65,6 +65,8 @@ only mark the sampled ranges of a row; `unmerge` does not split them."""
 NUM_ROUTED = "num_routed_tokens"
 """Field of `segments`: number of leading tokens of the step (prompt + response) with routing."""
 
+TASK = "task_instance_id"
+
 COLUMNS: tuple[Column, ...] = (
     Column(
         name="instance_id", type=pa.string(), meaning="the task or prompt; identifies the group"
@@ -72,6 +74,15 @@ COLUMNS: tuple[Column, ...] = (
     Column(name="repetition_id", type=pa.int32(), meaning="index of the attempt, from 0"),
     Column(
         name="trajectory_id", type=pa.string(), meaning="`{instance_id}_{repetition_id}`, unique"
+    ),
+    Column(
+        name=TASK,
+        type=pa.string(),
+        nullable=True,
+        meaning=(
+            "the task, where several groups attempt the same one (`rollouts rl` visits each task once "
+            "in every pass); null: the task is `instance_id`"
+        ),
     ),
     Column(
         name="step_index",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rollout_io.cli.output import emit, emit_json, example, next_command
+from rollout_io.cli.output import emit, emit_json, example, next_command, note
 from rollout_io.cli.usage import HintedUsageError, Number
 from rollout_io.terminal import columns, printable
 from schemas.errors import InputError, count
@@ -67,28 +67,28 @@ def diff(
 ) -> None:
     """Compare two datasets task by task: two policies, harnesses or reward functions.
 
-    Only tasks (instance ids) in both are compared. Each number is the mean over a task's attempts,
+    Only tasks in both are compared. Each number is the mean over a task's attempts,
     then over tasks, with the tasks and attempts that it rests on. A number that moved against its
     direction while the return rose is called suspicious; --higher and --lower give the directions
     of your own. docs/guides/diff.md explains every line and how often it is wrong.
     """
     import polars as pl
 
-    from pipelines.statistics.differences import DIRECTIONS, PASSED, differences, first_visits
+    from pipelines.rescoring.finders import FINDERS
+    from pipelines.statistics.differences import DIRECTIONS, PASSED, differences
+    from pipelines.statistics.findings import with_findings
     from pipelines.statistics.parting import greedy_partings
-    from rollout_io.dataset.reader import read_metadata
 
     _refuse_runs(a, b)
     (first, lines_a), (second, lines_b) = (
         _attempts(path, reward, outcome) for path, reward in ((a, reward_a), (b, reward_b))
     )
-    names = {*lines_a["instance_id"], *lines_b["instance_id"]}
-    lines_a, lines_b = (
-        first_visits(lines, names, read_metadata(path))
-        for path, lines in ((a, lines_a), (b, lines_b))
-    )
+    lines_a, lines_b, others = with_findings(a, b, lines_a, lines_b)
+    for name in others:
+        note(f"findings {name} are not compared: different functions made them")
+    directions = DIRECTIONS | {f"findings {finder.__name__}": -1 for finder in FINDERS}
     better = dict.fromkeys(higher, 1) | dict.fromkeys(lower, -1)
-    found = differences(lines_a, lines_b, rate=rate, directions=DIRECTIONS | better)
+    found = differences(lines_a, lines_b, rate=rate, directions=directions | better)
     if found.tasks.is_empty():
         hint = "compare datasets of the same tasks; see their ids: rollouts inspect DS"
         raise InputError("same_tasks", f"{a} and {b}", "no task is in both datasets", hint=hint)

@@ -132,7 +132,8 @@ class _Source:
         frame, outcome = open_valid(path), dataset_outcome(path, values["outcome"])
         num_unscored = 0
         if values["reward"] is not None:
-            from pipelines.rescoring.versions import read_version, with_version
+            from pipelines.rescoring.versions import with_version
+            from rollout_io.dataset.versions import read_version
 
             frame = with_version(frame, path, values["reward"])
             num_unscored = read_version(path, values["reward"])[0]["reward"].null_count()
@@ -143,6 +144,7 @@ class _Source:
         found = None if values["overlap"] is None else _overlaps(path, frame, values["overlap"])
         of_dataset = {
             **values,
+            "where": tuple((one, path) for one in values["where"]),
             "overlap": None if found is None else (found, values["overlap"]),
             "sample_groups": None if values["mix"] else values["sample_groups"],
         }

@@ -78,7 +78,7 @@ _SAMPLE = "Draw N groups at random, from the mixture if there is one."
 
 RULES = (
     FilterOptions(
-        lambda filters, conditions: [filters.where(one) for one in conditions],
+        lambda filters, conditions: [filters.where(*one) for one in conditions],
         _option("--where", _WHERE, multiple=True, metavar="SQL"),
     ),
     _flag("--drop-failed-groups", "Drop groups with a failed trajectory.", "failed", "group"),
@@ -165,7 +165,7 @@ def chosen_filters(values: Options, rules: Sequence[FilterOptions]) -> list[Filt
 
     Args:
         values: Values of the options. `overlap` is a pair: the overlaps that were found, and the
-            path of the evaluation set.
+            path of the evaluation set; `where` has pairs of a condition and the dataset.
         rules: `RULES` or `MASKS`.
     """
     from pipelines.filtering import filters

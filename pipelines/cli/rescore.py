@@ -16,10 +16,13 @@ from rollout_io.cli.usage import Number
 if TYPE_CHECKING:
     import polars as pl
 
+    from pipelines.rescoring.rescore import Rescored
+    from pipelines.rescoring.scorers import Scorer
     from pipelines.rewards import Outcome
 
 EXAMPLE = example(
     "rollouts rescore shop/ --reward rewards:strict\n"
+    "  rollouts rescore shop/ --findings loops --findings refusals\n"
     "  rollouts rescore math/ --environment gsm8k --tasks math.jsonl --name gsm8k"
 )
 _SHOWN = 5
@@ -28,6 +31,13 @@ _SHOWN = 5
 @click.command(short_help="Score trajectories with another reward function.", epilog=EXAMPLE)
 @dataset_argument()
 @click.option("--reward", metavar="MODULE:FUNCTION", help="Function from an attempt to a number.")
+@click.option(
+    "--findings",
+    multiple=True,
+    metavar="NAME|MODULE:FUNCTION",
+    help="Finder instead: loops, test_edits, false_success, refusals, truncations or your own; may be "
+    "repeated.",
+)
 @click.option(
     "--environment",
     metavar="NAME|MODULE:CLASS",
@@ -48,6 +58,7 @@ _SHOWN = 5
 def rescore(
     dataset: str,
     reward: str | None,
+    findings: tuple[str, ...],
     environment: str | None,
     tasks: str | None,
     name: str | None,
@@ -60,53 +71,87 @@ def rescore(
 
     The function gets each trajectory that did not fail (pipelines.rescoring.attempts.Attempt). Its
     rewards become a version, DS.rewards/NAME.arrow; the dataset does not change. Train on it with
-    --set data.reward=NAME, or write it into a new dataset with filter --reward NAME. A run that was
-    stopped continues where it was; trajectories without a score are tried again.
+    --set data.reward=NAME, or write it into a new dataset with filter --reward NAME. With --findings,
+    it returns what it found and where, DS.findings/NAME.arrow: filter by it with --where
+    "findings('NAME') > 0", and read it in view, stats and diff. A run that was stopped continues
+    where it was; trajectories without a score are tried again.
     """
+    from pipelines.rescoring.finders import FINDERS
+    from pipelines.rescoring.scorers import Scorer
+    from rollout_io.dataset.returns import dataset_outcome
+
+    if (reward is not None) + (environment is not None) + bool(findings) != 1:
+        raise click.UsageError("Pass one of --reward, --environment and --findings.")
+    if (environment is None) != (tasks is None):
+        raise click.UsageError("--environment and --tasks must be passed together.")
+    if name is not None and len(findings) > 1:
+        raise click.UsageError("--name names one version: pass one --findings.")
+    sys.path.append(str(Path.cwd()))  # for user functions; last, so that it shadows no module
+    frame, outcome = open_valid(dataset), dataset_outcome(dataset)
+    known = {finder.__name__: f"{finder.__module__}:{finder.__name__}" for finder in FINDERS}
+    functions = [known.get(one, one) for one in findings] or [reward or environment or ""]
+    runs = []
+    for function in functions:
+        scorer = Scorer(
+            function=function,
+            tasks=tasks,
+            outcome=outcome,
+            timeout_s=timeout_s,
+            gives="findings" if findings else "reward",
+        )
+        version = name or function.rpartition(":")[2].rpartition(".")[2]
+        found = _run(dataset, frame, version, scorer, workers)
+        told = dataclasses.asdict(found) | {"dataset": dataset, "name": version}
+        compared = {} if findings else _compared(frame, outcome, dataset, version)
+        runs.append(told | compared)
+        if not as_json:
+            _note(dataset, version, found, compared)
+    if as_json:
+        emit_json(runs if len(runs) > 1 else runs[0])
+    elif findings:
+        next_command("rollouts", "view", dataset)
+    else:
+        filtered = f"{dataset.rstrip('/')}-{version}"
+        next_command("rollouts", "filter", dataset, "--reward", version, "--out", filtered)
+
+
+def _run(
+    dataset: str, frame: pl.LazyFrame, version: str, scorer: Scorer, workers: int | None
+) -> Rescored:
     import polars as pl
 
     from pipelines.rescoring.rescore import rescore as run
-    from pipelines.rescoring.scorers import Scorer
     from rollout_io.dataset.parallel import num_cores
-    from rollout_io.dataset.returns import dataset_outcome
 
-    if (reward is None) == (environment is None):
-        raise click.UsageError("Pass either --reward or --environment.")
-    if (environment is None) != (tasks is None):
-        raise click.UsageError("--environment and --tasks must be passed together.")
-    sys.path.append(str(Path.cwd()))  # for user functions; last, so that it shadows no module
-    function = reward or environment or ""
-    name = name or function.rpartition(":")[2].rpartition(".")[2]
-    frame, outcome = open_valid(dataset), dataset_outcome(dataset)
-    scorer = Scorer(function=function, tasks=tasks, outcome=outcome, timeout_s=timeout_s)
     num = frame.select(pl.col("trajectory_id").n_unique()).collect().item()
     with progress_bar(num, " trajectories", "rescore") as bar:
-        found = run(dataset, name, scorer, num_workers=workers or num_cores(), progress=bar)
-    compared = _compared(frame, outcome, dataset, name)
-    if as_json:
-        emit_json(dataclasses.asdict(found) | {"dataset": dataset, "name": name, **compared})
-        return
+        return run(dataset, version, scorer, num_workers=workers or num_cores(), progress=bar)
+
+
+def _note(dataset: str, version: str, found: Rescored, compared: dict[str, Any]) -> None:
     before = f" ({found.num_resumed:,} kept from before)" if found.num_resumed else ""
     again = f" ({found.num_retried:,} tried again)" if found.num_retried else ""
     without = f"{found.num_errors:,} without a score"
     note(f"{dataset}: {found.num_scored:,} scored{before}, {without}{again}")
     for reason, times in list(found.errors.items())[:_SHOWN]:
         note(f"  {times:,} x {reason}")
-    before, after = compared["mean_before"], compared["mean_after"]
-    note(
-        f"mean return {_text(before)} -> {_text(after)}: {compared['num_higher']:,} higher, "
-        f"{compared['num_equal']:,} equal, {compared['num_lower']:,} lower"
-    )
-    filtered = f"{dataset.rstrip('/')}-{name}"
-    next_command("rollouts", "filter", dataset, "--reward", name, "--out", filtered)
+    if found.findings is not None:
+        labels = ", ".join(f"{num:,} {label}" for label, num in found.findings.items())
+        note(f"findings {version}: {labels or 'none'}")
+    if compared:
+        note(
+            f"mean return {_text(compared['mean_before'])} -> {_text(compared['mean_after'])}: "
+            f"{compared['num_higher']:,} higher, {compared['num_equal']:,} equal, "
+            f"{compared['num_lower']:,} lower"
+        )
 
 
 def _compared(frame: pl.LazyFrame, outcome: Outcome, dataset: str, name: str) -> dict[str, Any]:
     """Compare the returns of the dataset and of a version, where both are known."""
     import polars as pl
 
-    from pipelines.rescoring.versions import read_version
     from pipelines.rewards import is_above, trajectory_returns
+    from rollout_io.dataset.versions import read_version
 
     scores, _ = read_version(dataset, name)
     known = trajectory_returns(frame, outcome).select("trajectory_id", before="return").collect()

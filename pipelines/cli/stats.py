@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,6 +12,7 @@ from rollout_io.cli.datasets import dataset_argument, workers_of, workers_option
 from rollout_io.cli.output import emit, emit_json, emit_styled, example, note
 from rollout_io.cli.usage import Number
 from rollout_io.terminal import columns, readable
+from schemas.errors import count
 
 if TYPE_CHECKING:
     from pipelines.cli.stats_screen import Overview
@@ -101,10 +102,13 @@ def stats(
         return
     from pipelines.cli.diff import suspected
     from pipelines.cli.stats_screen import screen
+    from pipelines.statistics.findings import finding_numbers
     from rollout_io.dataset.first_prompts import mixed_text
 
     emit_styled(screen(_overview(dataset, outcome, shape, chosen)))
     for line in suspected(_suspicions(dataset, outcome)):
+        emit(line)
+    for line in _findings(finding_numbers(dataset)):
         emit(line)
     if mixed := mixed_text(dataset):
         note(mixed)
@@ -142,8 +146,8 @@ def _suspicions(dataset: str, outcome: Outcome | None) -> list[dict[str, Any]]:
     import polars as pl
 
     from pipelines.statistics.attempts import attempts
-    from pipelines.statistics.differences import differences, first_visits
-    from rollout_io.dataset.reader import read_metadata, scan
+    from pipelines.statistics.differences import differences
+    from rollout_io.dataset.reader import scan
     from rollout_io.dataset.returns import dataset_outcome
 
     frame = scan(dataset)
@@ -154,7 +158,6 @@ def _suspicions(dataset: str, outcome: Outcome | None) -> list[dict[str, Any]]:
     if len(versions) < 2:
         return []
     lines, middle = attempts(frame, dataset_outcome(dataset, outcome)), versions[len(versions) // 2]
-    lines = first_visits(lines, set(lines["instance_id"]), read_metadata(dataset))
     earlier, later = (
         lines.filter(side) for side in (pl.col("version") < middle, pl.col("version") >= middle)
     )
@@ -176,10 +179,18 @@ def _overview(
     return Overview.of(dataset, summary, savings, tools(frame).to_dicts())
 
 
+def _findings(numbers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for line in numbers:
+        num, where = line["num_findings"], count(line["num_trajectories"] or 0, "trajectory")
+        found = f"{num:,} {line['label']} in {where}" if num else "none"
+        yield f"findings {line['name']}: {line['problem'] or found}"
+
+
 def dataset_numbers(
     dataset: str, outcome: Outcome | None, shape: ModelShape | None, workers: Workers | None = None
 ) -> dict[str, Any]:
     """Collect a dataset's statistics: `metrics` by unit and name, and `savings` by layout."""
+    from pipelines.statistics.findings import finding_numbers
     from pipelines.statistics.grouped import tools
     from pipelines.statistics.metrics import read_metrics
     from pipelines.statistics.savings import dataset_savings
@@ -195,6 +206,7 @@ def dataset_numbers(
     return numbers | {
         "metrics": found,
         "tools": tools(frame).to_dicts(),
+        "findings": finding_numbers(dataset),
         "savings": _savings(savings, shape),
     }
 
@@ -225,7 +237,7 @@ def all_numbers(numbers: Mapping[str, Any]) -> str:
 
 
 def _sections(numbers: Mapping[str, Any]) -> Iterable[tuple[str, Sequence[str]]]:
-    apart = {"tools", *(name for names in _SECTIONS.values() for name in names)}
+    apart = {"tools", "findings", *(name for names in _SECTIONS.values() for name in names)}
     rows = [n for n, value in numbers.items() if n not in apart and not isinstance(value, dict)]
     for title, names in {"rows": rows, **_SECTIONS}.items():
         yield title, columns([[name, readable(numbers[name])] for name in names])
@@ -235,6 +247,8 @@ def _sections(numbers: Mapping[str, Any]) -> Iterable[tuple[str, Sequence[str]]]
     if numbers["tools"]:
         lines = [[readable(value) for value in line.values()] for line in numbers["tools"]]
         yield "tools", columns([["tool", "calls", "failed", "trajectories"], *lines])
+    if numbers["findings"]:
+        yield "findings", [*_findings(numbers["findings"])]
     for per, found in numbers["metrics"].items():
         table = [["metric", "value", "over", "left out"]]
         for name, line in found.items():

@@ -22,6 +22,7 @@ import polars as pl
 from pipelines.filtering.verdicts import STEPS, Filter
 from pipelines.rewards import are_equal, is_above, is_best
 from rollout_io.dataset.returns import Fold
+from rollout_io.dataset.storage import PathLike
 from rollout_io.dataset.trajectory_conditions import TrajectoryCondition
 from schemas.errors import count
 from schemas.ragged import Ragged
@@ -39,7 +40,7 @@ _HEALTHY = pl.col("error").is_null()
 _GROUP = "instance_id"
 
 
-def where(condition: str | pl.Expr) -> Filter:
+def where(condition: str | pl.Expr, dataset: PathLike = "") -> Filter:
     """Keep trajectories that match a condition.
 
     Null is treated as false, and an optional column missing from the table as null. A merged row is
@@ -48,6 +49,7 @@ def where(condition: str | pl.Expr) -> Filter:
     Args:
         condition: SQL with `any`, `all` and `last` over the rows of a trajectory, and its `return`
             and `num_turns` (`rollout_io.dataset.trajectory_conditions`); or a Polars expression.
+        dataset: Path of the dataset whose findings `findings('NAME')` counts.
 
     Raises:
         ConfigError: `condition`: the condition is not SQL. `judge` refuses one that some rows of a
@@ -57,7 +59,7 @@ def where(condition: str | pl.Expr) -> Filter:
         >>> where("return > 0 AND any(agent = 'main')")
         >>> where((pl.col("temperature") == 1).all().over("trajectory_id"))
     """
-    parsed = TrajectoryCondition.parse(condition)
+    parsed = TrajectoryCondition.parse(condition, dataset)
     return Filter(name=f"where: {condition}", condition=parsed, drops=~pl.col("value"))
 
 

@@ -28,6 +28,8 @@ class Task:
         env_class: Environment of the task; None for the configured one.
         extras: Further fields, for the environment.
         source: File that contains the task, and the position in it.
+        task_instance_id: Id of the task in its file, if `instance_id` is that of one of several
+            visits; None: `instance_id`.
     """
 
     instance_id: str
@@ -36,6 +38,7 @@ class Task:
     env_class: str | None = None
     extras: Mapping[str, Any] = field(default_factory=dict)
     source: str = "task"
+    task_instance_id: str | None = None
 
     @property
     def trajectory_id(self) -> str:

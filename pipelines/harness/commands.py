@@ -28,7 +28,7 @@ _USER = re.compile(r"://([^/\s@]+)@")
 
 OWN_FIELDS = (
     *("base_url", "api_key", "model", "task_file", "reward_file"),
-    *("instance_id", "repetition_id", "prompt"),
+    *("instance_id", "task_instance_id", "repetition_id", "prompt"),
 )
 """Fields available to every command, in addition to the extras of its task."""
 

@@ -228,6 +228,7 @@ class CommandHarness:
                 "task_file": task_file,
                 "reward_file": reward_file,
                 "instance_id": task.instance_id,
+                "task_instance_id": task.task_instance_id or task.instance_id,
                 "repetition_id": task.repetition_id,
                 "prompt": _prompt(task),
             }

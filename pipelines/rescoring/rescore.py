@@ -1,11 +1,11 @@
-"""Score a dataset with a reward function, each trajectory once, and continue after a kill."""
+"""Score a dataset with a function, each trajectory once, and continue after a kill."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -19,21 +19,24 @@ from pipelines.generation.environments import environment_class, resolve
 from pipelines.rescoring.attempts import Attempt, attempts
 from pipelines.rescoring.scorers import RULE, Score, Scorer, scores
 from pipelines.rescoring.sources import source_digests
-from pipelines.rescoring.versions import (
-    SCHEMA,
+from rollout_io.dataset.locking import lock
+from rollout_io.dataset.opening import read_input
+from rollout_io.dataset.reader import read_metadata, scan
+from rollout_io.dataset.versions import (
+    FINDINGS,
+    REWARDS,
+    Kind,
     digests,
     read_version,
     version_path,
     write_version,
 )
-from rollout_io.dataset.locking import lock
-from rollout_io.dataset.opening import read_input
-from rollout_io.dataset.reader import read_metadata, scan
 from rollout_io.retokenize.local import remembered_tokenizer
 from rollout_io.retokenize.token_bytes import load_token_bytes
 from schemas.errors import InputError
 
-_SCORES = {name: kind for name, kind in SCHEMA.items() if name != "digest"}
+_KINDS = {"reward": (REWARDS, FINDINGS), "findings": (FINDINGS,)}
+"""Versions that a function may write; the first one always."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,11 +44,13 @@ class Rescored:
     """Numbers of a run; they add up to the trajectories that did not fail.
 
     Attributes:
-        num_scored: Trajectories with a reward, from this run or an earlier one.
-        num_errors: Trajectories without, because the function raised, hung, died or gave no number.
-        num_resumed: How many of the rewards come from an earlier run.
-        num_retried: How many trajectories had no reward after an earlier run, and were tried again.
+        num_scored: Trajectories with a result, from this run or an earlier one.
+        num_errors: Trajectories without, because the function raised, hung, died or gave no valid
+            result.
+        num_resumed: How many of the results come from an earlier run.
+        num_retried: How many trajectories had no result after an earlier run, and were tried again.
         errors: How often each reason occurred, the most frequent first.
+        findings: Number of findings of each label; None: the function gave no findings.
     """
 
     num_scored: int
@@ -53,6 +58,7 @@ class Rescored:
     num_resumed: int
     num_retried: int
     errors: dict[str, int]
+    findings: dict[str, int] | None
 
 
 def rescore(
@@ -63,12 +69,12 @@ def rescore(
     num_workers: int = 1,
     progress: Callable[[int], object] = lambda _: None,
 ) -> Rescored:
-    """Write a reward version of a dataset: one score per trajectory that did not fail.
+    """Write a version of a dataset's rewards or findings: a score per trajectory that did not fail.
 
-    Each score is added to a journal beside the version before the next one is asked for, so a run
+    A function that gives a reward and findings writes both, under one name. Each score is added to a journal beside the version before the next one is asked for, so a run
     that is killed continues where it stopped. If a file that the function is made of has changed
     since (`source_digests`), the run starts from the beginning. Of a version that is complete, only
-    trajectories that have no reward, or whose rows changed since (`digests`), are scored.
+    trajectories that have no score, or whose rows changed since (`digests`), are scored.
 
     Args:
         dataset: Path of a valid dataset: a local directory.
@@ -80,19 +86,22 @@ def rescore(
     Raises:
         InputError: `reward_version`: another process writes this version, or the version exists and
             was made by another function; `reward_function`: the function cannot be imported.
-        ConfigError: `reward_function`, `reward_version`: the function or name is not usable.
+        ConfigError: `reward_function`, `reward_version`: the function or name is
+            not usable.
     """
-    path = version_path(dataset, name)
+    kind, *_ = kinds = _KINDS[scorer.gives]
+    path = version_path(dataset, name, kind)
     tasks = None if scorer.tasks is None else hashlib.sha256(read_input(scorer.tasks)).hexdigest()
     load = environment_class if scorer.tasks is not None else partial(resolve, rule=RULE)
     sources = source_digests(scorer.function, load(scorer.function))
     made = {**asdict(scorer), "sources": sources, "tasks_sha256": tasks}
+    del made["gives"]
     with _only_writer(path):
         current = digests(scan(dataset))
         header = {**made, "dataset_digest": current["digest"].sum()}
         journal = path.with_name(f".{path.name}.journal")
-        before = [*_earlier(path, dataset, name, made, current), *_journaled(journal, header)]
-        done = {score.trajectory_id: score for score in before if score.reward is not None}
+        before = [*_earlier(dataset, name, kinds, made, current), *_journaled(journal, header)]
+        done = {score.trajectory_id: score for score in before if score.error is None}
         num_resumed = len(done)
         num_retried = len({score.trajectory_id for score in before} - done.keys())
         progress(num_resumed)
@@ -108,10 +117,17 @@ def rescore(
                 done[score.trajectory_id] = score
                 progress(1)
         rows = [asdict(score) for score in done.values()]
-        table = pl.DataFrame(rows, schema=_SCORES).join(current, on="trajectory_id")
-        table = table.sort("trajectory_id")
+        columns = {one.column: one.type for one in _KINDS["reward"]}
+        table = pl.DataFrame(
+            rows, schema={"trajectory_id": pl.String, "error": pl.String, **columns}
+        )
+        table = table.join(current, on="trajectory_id").sort("trajectory_id")
         stamp = datetime.now(UTC).isoformat(timespec="seconds")
-        write_version(path, table, {**made, "created": stamp, "num_trajectories": len(table)})
+        facts = {**made, "created": stamp, "num_trajectories": len(table)}
+        has_findings = table["findings"].null_count() < len(table) or kind is FINDINGS
+        for one in reversed(kinds):  # the first one completes the run
+            if one is kind or has_findings:
+                write_version(version_path(dataset, name, one), _filled(table, one), facts, one)
         journal.unlink()
     lost = table.filter(pl.col("error").is_not_null())
     reasons = lost["error"].value_counts(sort=True)
@@ -121,32 +137,57 @@ def rescore(
         num_resumed=num_resumed,
         num_retried=num_retried,
         errors=dict(reasons.rows()),
+        findings=labels_of(table) if has_findings else None,
     )
 
 
+def labels_of(version: pl.DataFrame) -> dict[str, int]:
+    """Count the findings of each label, the most frequent first."""
+    found = version["findings"].drop_nulls().explode(empty_as_null=False)
+    counts = found.struct.field("label").value_counts(sort=True)
+    return dict(counts.sort("count", "label", descending=[True, False]).rows())
+
+
+def _filled(table: pl.DataFrame, kind: Kind) -> pl.DataFrame:
+    """Select the columns of a version; a scored trajectory without a finding has an empty list."""
+    empty = pl.lit([], kind.type) if kind is FINDINGS else None
+    value = pl.when(pl.col("error").is_null()).then(pl.coalesce(kind.column, empty))
+    return table.with_columns(value.alias(kind.column)).select(*kind.schema)
+
+
 def _earlier(
-    path: Path, dataset: str, name: str, made: dict[str, Any], current: pl.DataFrame
+    dataset: str, name: str, kinds: Sequence[Kind], made: dict[str, Any], current: pl.DataFrame
 ) -> list[Score]:
     """Return the scores of a complete version, which must be of the same function.
 
     Those of trajectories that changed since are left out.
     """
-    if not path.exists():
-        return []
-    scores, before = read_version(dataset, name)
-    if any(before.get(key) != value for key, value in made.items() if key != "timeout_s"):
-        files = {**made["sources"], **before.get("sources", {})}
-        changed = [f for f in files if made["sources"].get(f) != before.get("sources", {}).get(f)]
-        why = (
-            f"whose source changed since ({', '.join(changed)})"
-            if changed
-            else "with other options"
-        )
-        got = f"version {name!r} was made by {before.get('function')}, {why}"
-        hint = f"pass another --name, or remove {path}"
-        raise InputError("reward_version", dataset, got, hint=hint)
-    same = scores.join(current, on=["trajectory_id", "digest"], how="semi")
-    return [Score(*row) for row in same.select(*_SCORES).rows()]
+    found = pl.DataFrame(schema=kinds[0].schema)
+    for kind in kinds:
+        path = version_path(dataset, name, kind)
+        if not path.exists():
+            continue
+        values, before = read_version(dataset, name, kind)
+        if any(before.get(key) != value for key, value in made.items() if key != "timeout_s"):
+            raise _made_otherwise(dataset, name, kind, made, before)
+        if kind is kinds[0]:
+            found = values
+        else:
+            more = values.select("trajectory_id", "digest", kind.column)
+            found = found.join(more, on=["trajectory_id", "digest"], how="left")
+    same = found.join(current, on=["trajectory_id", "digest"], how="semi").drop("digest")
+    return [Score(**{"reward": None, **row}) for row in same.iter_rows(named=True)]
+
+
+def _made_otherwise(
+    dataset: str, name: str, kind: Kind, made: dict[str, Any], before: dict[str, Any]
+) -> InputError:
+    files = {**made["sources"], **before.get("sources", {})}
+    changed = [f for f in files if made["sources"].get(f) != before.get("sources", {}).get(f)]
+    why = f"whose source changed since ({', '.join(changed)})" if changed else "with other options"
+    got = f"{kind.name} {name!r} was made by {before.get('function')}, {why}"
+    hint = f"pass another --name, or remove {version_path(dataset, name, kind)}"
+    return InputError("reward_version", dataset, got, hint=hint)
 
 
 def _journaled(journal: Path, made: dict[str, Any]) -> list[Score]:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, Literal
 
 from pipelines.generation.environments import (
     EnvConfig,
@@ -40,12 +40,14 @@ class Scorer:
         tasks: Tasks of the environment (JSON Lines or Parquet); None: `function` is a function.
         outcome: Whether an environment's score is the reward of its last step, or the sum.
         timeout_s: Time limit for one attempt, in seconds.
+        gives: What the function returns: a `reward`, alone or as `(reward, findings)`; or `findings`.
     """
 
     function: str
     tasks: str | None = None
     outcome: str = "last"
     timeout_s: float = 60.0
+    gives: Literal["reward", "findings"] = "reward"
 
     def load(self) -> Callable[[Attempt], Any]:
         """Import the function.
@@ -63,14 +65,6 @@ class Scorer:
         def score(attempt: Attempt) -> float:
             if attempt.instance_id not in tasks:
                 raise InputError("tasks", str(self.tasks), f"no task {attempt.instance_id!r}")
-            if any(
-                part.get("joined") for row in attempt.rows for part in row.get("segments") or ()
-            ):
-                got, hint = (
-                    "its rows are merged from several steps",
-                    "undo it: `rollouts merge --undo`",
-                )
-                raise InputError(RULE, attempt.trajectory_id, got, "one row per step", hint)
             task = tasks[attempt.instance_id]
             extras = {**task.extras, "max_turns": len(attempt.rows)}
             built = partial(make, extras=extras)
@@ -97,11 +91,12 @@ class Scorer:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The result for one attempt: a reward, or the reason why there is none."""
+    """The result for one attempt: a reward, findings or both; or the reason why there are none."""
 
     trajectory_id: str
     reward: float | None
     error: str | None = None
+    findings: list[dict[str, Any]] | None = None
 
 
 def scores(scorer: Scorer, attempts: Iterable[Attempt], num_workers: int) -> Iterator[Score]:
@@ -213,20 +208,23 @@ def _work(connection: Connection, scorer: Scorer) -> None:
     with suppress(EOFError, KeyboardInterrupt):
         while True:
             attempt = connection.recv()
-            connection.send(_score(score, attempt))
+            connection.send(_score(score, attempt, scorer.gives))
 
 
-def _score(function: Callable[[Attempt], Any], attempt: Attempt) -> Score:
+def _score(function: Callable[[Attempt], Any], attempt: Attempt, gives: str) -> Score:
     try:
         value = function(attempt)
+        reward, found = value if type(value) is tuple and len(value) == 2 else (value, None)
+        if gives == "findings":
+            reward, found = None, value
+        findings = None if found is None and gives == "reward" else attempt.findings(found)
     except RolloutError as error:
         return Score(attempt.trajectory_id, None, str(error))
     except Exception as error:  # the user's function may raise anything
         text = f"{type(error).__name__}: {error}"[:_MOST_CHARS]
         return Score(attempt.trajectory_id, None, text.encode("utf-8", "replace").decode())
-    number = as_number(value)
-    if number is None:
-        return Score(
-            attempt.trajectory_id, None, f"the result {value!r:.60} is not a finite number"
-        )
-    return Score(attempt.trajectory_id, number)
+    number = as_number(reward)
+    if number is None and gives == "reward":
+        reason = f"the result {value!r:.60} is not a finite number"
+        return Score(attempt.trajectory_id, None, reason)
+    return Score(attempt.trajectory_id, number, findings=findings)

@@ -18,7 +18,6 @@ from pipelines.statistics.resampling import (
     mean_intervals,
     permutation_test,
 )
-from schemas.metadata import DatasetMetadata
 
 PASSED = "pass rate"
 PASSED_OF_ALL = "pass rate, failed as 0"
@@ -121,23 +120,6 @@ def differences(
         least_changed=least_changed(returns.select("num_a", "num_b").rows(), rate),
         suspicions=suspicions(numbers, both),
     )
-
-
-def first_visits(lines: pl.DataFrame, names: set[str], metadata: DatasetMetadata) -> pl.DataFrame:
-    """Drop the `@2` that `rollouts rl` adds to a task's id in its second pass, and so on.
-
-    In a dataset with another history, `@2` is a part of the task's id.
-
-    Args:
-        lines: Attempts of a dataset.
-        names: Ids of tasks: only what becomes one of them is shortened.
-        metadata: Of the dataset.
-    """
-    if not any(made.get("verb") == "rl" for made in metadata.made_by):
-        return lines
-    base = pl.col("instance_id").str.replace(r"@\d+$", "")
-    first = pl.when(base.is_in(list(names))).then(base).otherwise("instance_id")
-    return lines.with_columns(first.alias("instance_id"))
 
 
 def _per_task(lines: pl.DataFrame, label: str, *, has_failed: bool) -> pl.DataFrame:

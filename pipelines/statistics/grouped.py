@@ -6,8 +6,9 @@ import polars as pl
 
 from pipelines.rewards import Outcome, are_equal, fold_trajectories
 from pipelines.tables import Frame, as_lazy, exact_column
-from rollout_io.dataset.message_facts import CALLED, tool_calls
-from rollout_io.dataset.trajectory_conditions import TRAJECTORY_COLUMNS, trajectory_columns
+from rollout_io.dataset.message_facts import CALLED, count_results, tool_calls
+from rollout_io.dataset.trajectory_conditions import TRAJECTORY_COLUMNS, task_of, trajectory_columns
+from schemas.columns import TASK
 from schemas.errors import ConfigError
 from schemas.types import with_absent
 
@@ -33,7 +34,7 @@ def grouped(
         num_trajectories, num_failed, num_unknown_return; return_mean, return_min, return_max (of the
         known returns); has_variance (null: fewer than two known returns); num_turns_mean,
         response_tokens_mean, longest_row_tokens_mean, num_tool_calls_mean; tool_errors (share of the
-        tool calls that failed, null without calls).
+        tool calls with a result that failed, null without one).
 
     Raises:
         ConfigError: `known_column`: there is no column `by`; `condition`: quantiles of a column that
@@ -45,15 +46,17 @@ def grouped(
         >>> grouped(frame, "instance_id").select("instance_id", "has_variance").rows()
         [('a', True), ('b', None)]
     """
-    frame = with_absent(as_lazy(frame), ("error", *CALLED))
+    frame = with_absent(as_lazy(frame), ("error", TASK, *CALLED))
     computed = trajectory_columns(frame, outcome)
     known = dict.fromkeys([*TRAJECTORY_COLUMNS, *frame.collect_schema()])
     if by not in known:
         got = f"there is no column {by!r}"
         raise ConfigError("known_column", "--by", got, hint=f"use one of {', '.join(known)}")
     features = {name: computed[name] for name in (*_MEANS, "num_tool_errors")}
+    features["num_tool_results"] = tool_calls(), count_results
     if by not in {"instance_id", "trajectory_id", "error", "return"}:
-        features["by"] = computed.get(by) or (exact_column(by), pl.Expr.last)
+        row = task_of if by == TASK else exact_column(by)
+        features["by"] = computed.get(by) or (row, pl.Expr.last)
     lines = fold_trajectories(frame, outcome, features).collect(engine="streaming")
     value = pl.col("by" if "by" in features else by)
     if quantiles:
@@ -62,7 +65,7 @@ def grouped(
             raise ConfigError("condition", "--by-quantile", got, "a number", "use --by")
         lines = lines.sort(value, nulls_last=True).with_columns(range=_ranges(value))
         value = pl.col("range")
-    returns = pl.col("return").fill_nan(None)
+    returns, results = pl.col("return").fill_nan(None), pl.col("num_tool_results").sum()
     groups = lines.group_by(value.alias(by), maintain_order=True).agg(
         num_trajectories=pl.len(),
         num_failed=pl.col("error").count(),
@@ -72,8 +75,7 @@ def grouped(
         return_max=returns.max(),
         has_variance=pl.when(returns.count() > 1).then(~are_equal(pl.col("return"))),
         **{f"{name}_mean": pl.col(name).mean() for name in _MEANS},
-        tool_errors=pl.col("num_tool_errors").sum()
-        / pl.when(pl.col("num_tool_calls").sum() > 0).then(pl.col("num_tool_calls").sum()),
+        tool_errors=pl.col("num_tool_errors").sum() / pl.when(results > 0).then(results),
     )
     return groups.cast({pl.UInt32: pl.Int64})
 
@@ -82,8 +84,8 @@ def tools(frame: Frame) -> pl.DataFrame:
     """Count the tool calls of a dataset by tool, each once; most frequent first.
 
     Returns:
-        Columns name, num_calls, num_failed (see `tool_calls`) and num_trajectories; no line without
-        `messages`.
+        Columns name, num_calls, num_failed (see `has_failed`; null if no call has a result) and
+        num_trajectories; no line without `messages`.
 
     Example:
         >>> tools(frame).rows()
@@ -95,13 +97,15 @@ def tools(frame: Frame) -> pl.DataFrame:
         .drop_nulls("call")
         .unnest("call")
         .group_by("trajectory_id", "key")
-        .agg(pl.col("name").first(), pl.col("failed").any())
+        .agg(pl.col("name").first(), pl.col("failed").max())
     )
     return (
         once.group_by("name")
         .agg(
             num_calls=pl.len().cast(pl.Int64),
-            num_failed=pl.col("failed").sum().cast(pl.Int64),
+            num_failed=pl.when(pl.col("failed").is_not_null().any())
+            .then(pl.col("failed").sum())
+            .cast(pl.Int64),
             num_trajectories=pl.col("trajectory_id").n_unique().cast(pl.Int64),
         )
         .sort("num_calls", "name", descending=[True, False])

@@ -18,7 +18,8 @@ from rollout_io.dataset.prefix_layout import (
 )
 from rollout_io.dataset.reader import iter_tables
 from rollout_io.dataset.storage import PathLike
-from schemas.columns import JOINED
+from rollout_io.dataset.trajectory_conditions import task_of
+from schemas.columns import JOINED, TASK
 from schemas.numpy_arrays import filled, to_numpy
 from schemas.ragged import BoolArray, list_lengths
 from schemas.types import with_absent
@@ -69,7 +70,8 @@ def greedy_partings(a: pl.LazyFrame, b: pl.LazyFrame) -> pl.DataFrame:
 
 def _greedy(frame: pl.LazyFrame) -> dict[str, tuple[str, Sampled]]:
     """Return the first greedy attempt at each of the first tasks that have one, sorted by id."""
-    frame = with_absent(as_lazy(frame), ["temperature", "segments"])
+    frame = with_absent(as_lazy(frame), ["temperature", "segments", TASK])
+    frame = frame.with_columns(task_of.alias("instance_id"))
     ids = (
         frame.group_by("instance_id", "trajectory_id")
         .agg((pl.col("temperature") == 0).all() & pl.col("temperature").is_not_null().all())

@@ -239,11 +239,11 @@ class Api:
         return row_tokens.tokens(dataset, trajectory_id, step_index, *self._of(query))
 
     def _verdicts(self, query: Query) -> Response:
-        verdicts = self.sources.dataset(query.text("dataset")).verdicts
-        row = query.text("trajectory_id"), query.number("step_index", 0)
-        return json_response(
-            {"spans": [] if verdicts is None else row_tables.spans(verdicts, *row)}
-        )
+        dataset = self.sources.dataset(query.text("dataset"))
+        name, row = query.text("trajectory_id"), query.number("step_index", 0)
+        found = [] if dataset.verdicts is None else row_tables.spans(dataset.verdicts, name, row)
+        more = [one for one in dataset.findings.of(dataset, name) if one["row"] == row]
+        return json_response({"spans": found, "findings": more})
 
     def _shares(self, query: Query) -> Response:
         limit = query.number("limit", _DEFAULT_LIMIT)
@@ -267,7 +267,7 @@ class Api:
         return table.diff(*self._pair_of(query), query.optional("where"))
 
     def _pair(self, query: Query) -> Response:
-        return json_response(table.pairs(*self._pair_of(query), query.text("instance_id")))
+        return json_response(table.pairs(*self._pair_of(query), query.text("task")))
 
     def _pair_of(self, query: Query) -> tuple[Dataset, Dataset]:
         a, b = (self.sources.dataset(query.text(name)) for name in ("a", "b"))

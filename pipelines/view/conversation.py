@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -20,16 +21,33 @@ def conversation(dataset: Dataset, trajectory_id: str) -> dict[str, Any]:
         names = [n for n in dataset.reader.schema.names if n != "rollout_expert_indices"]
     table = dataset.trajectory(number, names)
     lanes = lanes_of(table, dataset.token_bytes, dataset.chat_tokenizer)
+    found = dataset.findings.of(dataset, trajectory_id)
+    for one in found:
+        if (turn := _turn_of(one, lanes.values())) is not None:
+            turn.setdefault("findings", []).append(one)
     errors = table.column("error").drop_null() if "error" in table.column_names else []
     error = errors[0].as_py() if len(errors) else None
     return {
         "lanes": [
             {"agent": name, "turns": list(map(_shown, turns))} for name, turns in lanes.items()
         ],
+        "findings": [one for one in found if one["row"] is None],
         "error": None if error is None else shortened(error),
         "return": dataset.index.trajectories["return"][number],
         "is_approximate": _is_retokenized(table),
     }
+
+
+def _turn_of(
+    finding: Mapping[str, Any], lanes: Iterable[list[dict[str, Any]]]
+) -> dict[str, Any] | None:
+    """Return the turn that a finding is about, or else the last turn of its row."""
+    turns = [turn for turns in lanes for turn in turns if turn["row"] == finding["row"]]
+    for turn in turns:
+        start, length = turn["span"] or (0, 0)
+        if start <= finding["at"] < start + length:
+            return turn
+    return turns[-1] if turns and finding["row"] is not None else None
 
 
 def _shown(turn: dict[str, Any]) -> dict[str, Any]:
@@ -38,6 +56,7 @@ def _shown(turn: dict[str, Any]) -> dict[str, Any]:
     return {
         **{name: turn[name] for name in ("role", "is_new", "trained", "from", "stop_reason")},
         "step_index": turn["row"],
+        "findings": turn.get("findings", []),
         "num_tokens": None if span is None else span[1],
         "num_chars": sum(len(part["text"]) for part in parts),
         "parts": [{**part, "text": shortened(part["text"])} for part in parts],

@@ -15,6 +15,7 @@ import polars as pl
 import pyarrow as pa
 
 from pipelines.tables import set_column
+from pipelines.view.findings import COLUMN, Findings
 from pipelines.view.row_tables import (
     FAULT_NATS,
     FAULTS,
@@ -29,12 +30,12 @@ from rollout_io.dataset.media_types import MEDIA_TYPES
 from rollout_io.dataset.reader import RowReader, read_layout, read_metadata, scan
 from rollout_io.dataset.rewriting import rewrite
 from rollout_io.dataset.sources import Sources
-from rollout_io.dataset.trajectory_conditions import COMPUTED
+from rollout_io.dataset.trajectory_conditions import COMPUTED, task_of
 from rollout_io.retokenize import ChatTokenizer
 from rollout_io.retokenize.token_bytes import TokenBytes
-from schemas.columns import COLUMN_BY_NAME
+from schemas.columns import COLUMN_BY_NAME, TASK
 from schemas.errors import ConfigError, InputError
-from schemas.types import PREFIX_TYPES
+from schemas.types import PREFIX_TYPES, with_absent
 
 if TYPE_CHECKING:
     from pipelines.view.log_parts import LogRows
@@ -80,16 +81,23 @@ class Dataset:
 
     @property
     def added(self) -> list[str]:
-        """Columns that verdicts and row shares add to the table of trajectories."""
-        return [*(() if self.verdicts is None else (FAULTS, FAULT_NATS)), *self.shares]
+        """Columns that verdicts, findings and row shares add to the table of trajectories."""
+        faults = () if self.verdicts is None else (FAULTS, FAULT_NATS)
+        return [*faults, *([COLUMN] if self.findings else []), *self.shares]
+
+    @cached_property
+    def findings(self) -> Findings:
+        """Findings beside the dataset."""
+        return Findings("" if self.is_log else self.path)
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings about columns that the page cannot show."""
+        """Warnings about columns and findings that the page cannot show."""
         computed = {*COMPUTED, *self.added}
         hidden = [field.name for field in self.reader.schema if field.name in computed]
         end = "because the viewer computes a column of this name. Rename it in the dataset."
-        return [f"{self.name}: the column {name} is not shown, {end}" for name in hidden]
+        shown = [f"{self.name}: the column {name} is not shown, {end}" for name in hidden]
+        return [*shown, *self.findings.warnings]
 
     @property
     def index(self) -> TrajectoryIndex:
@@ -104,6 +112,8 @@ class Dataset:
                 index = TrajectoryIndex.read(self.path)
                 if self.verdicts is not None:
                     index.add(faults_of(self.verdicts))
+                if self.findings:
+                    index.add(self.findings.by_trajectory)
                 for column, rows in self.shares.items():
                     index.add(shares_of(rows, column))
                 self._index = index
@@ -224,15 +234,22 @@ class Dataset:
 
     @property
     def tasks(self) -> pl.Series:
-        """The distinct instance ids."""
-        return self._ids["instance_id"].unique()
+        """The distinct tasks."""
+        return self._ids[TASK].unique()
 
     @cached_property
     def _ids(self) -> pl.DataFrame:
-        """The distinct pairs of trajectory_id and instance_id."""
-        if self._index is None:
-            return scan(self.path).select("trajectory_id", "instance_id").unique().collect()
-        return self._index.trajectories.select("trajectory_id", "instance_id")
+        """The distinct ids of trajectories, with their groups and tasks."""
+        names = ("trajectory_id", "instance_id", TASK)
+        if self._index is not None:
+            return self._index.trajectories.select(names)
+        return (
+            with_absent(scan(self.path), [TASK])
+            .with_columns(task_of.alias(TASK))
+            .select(names)
+            .unique()
+            .collect()
+        )
 
     def describe(self) -> dict[str, Any]:
         """Return the dataset's entry in the response of `/api/sources`."""
@@ -251,6 +268,7 @@ class Dataset:
             "tokenizer": self.tokenizer,
             "layout": read_layout(self.path),
             "num_verdicts": 0 if self.verdicts is None else len(self.verdicts),
+            "num_findings": len(self.findings),
             "added": self.added,
         }
 

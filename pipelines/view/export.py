@@ -27,6 +27,7 @@ from pipelines.view.run_files import FLAGS, NUMBERS, read_tokens
 from pipelines.view.sources import Sources
 from rollout_io.dataset.atomic_files import replace_text
 from rollout_io.dataset.locking import destination
+from schemas.columns import TASK
 from schemas.errors import InputError, count
 from schemas.ragged import IntArray
 
@@ -167,7 +168,10 @@ def _responses(
             for step in range(num_rows if has_tokens else 0):
                 with suppress(TokensMissing):  # of logs, only some trajectories may have tokens
                     yield asked(f"{root}/tokens", trajectory_id=name, step_index=step)
-                if sources.datasets[number].verdicts is not None:
+                if (
+                    sources.datasets[number].verdicts is not None
+                    or sources.datasets[number].findings
+                ):
                     yield asked(f"{root}/verdicts", trajectory_id=name, step_index=step)
                 if sources.runs:
                     yield asked(f"{root}/recorded", trajectory_id=name, step_index=step)
@@ -185,9 +189,9 @@ def _responses(
         a, b = sources.compared_pair() or list(sources.datasets)[:2]
         yield asked("/api/diff", a=a, b=b)
         tasks = [sources.datasets[n].index.trajectories[chosen[n]] for n in (a, b)]
-        both = tasks[0].join(tasks[1], on="instance_id", how="semi")
-        for instance_id in both["instance_id"].unique(maintain_order=True):
-            yield asked("/api/diff/pair", a=a, b=b, instance_id=instance_id)
+        both = tasks[0].join(tasks[1], on=TASK, how="semi")
+        for task in both[TASK].unique(maintain_order=True):
+            yield asked("/api/diff/pair", a=a, b=b, task=task)
 
 
 def _pictures(conversation: Response) -> set[str]:

@@ -64,7 +64,7 @@ from rollout_io.formats.base import Run
 from rollout_io.formats.detect import HINT, find_adapter
 from rollout_io.formats.parsing.notes import UNREAD
 from rollout_io.retokenize.local import tokenizer_directory
-from schemas.columns import COLUMN_BY_NAME
+from schemas.columns import COLUMN_BY_NAME, TASK
 from schemas.errors import InputError, RolloutError
 
 _LOG = logging.getLogger(__name__)
@@ -321,7 +321,7 @@ class LogDataset(Dataset):
     @property
     def tasks(self) -> pl.Series:
         """The distinct instance ids."""
-        return self._current().index.trajectories["instance_id"].unique()
+        return self._current().index.trajectories[TASK].unique()
 
     @property
     def has_tokens(self) -> bool:
@@ -418,6 +418,7 @@ class LogDataset(Dataset):
             "tokenizer": self._given_tokenizer,
             "layout": "log",
             "num_verdicts": 0,
+            "num_findings": 0,
             "added": [],
             "log": {
                 "version": shown.version,

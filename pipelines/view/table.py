@@ -13,6 +13,7 @@ from pipelines.view.attempts import parted
 from pipelines.view.dataset import Dataset
 from pipelines.view.responses import arrow_response, json_response
 from pipelines.view.trajectory_index import TrajectoryIndex
+from schemas.columns import TASK
 from schemas.ragged import BoolArray
 
 NUM_VALUES = 30
@@ -30,7 +31,9 @@ def window(
     offset: int,
     limit: int,
 ) -> Response:
-    """Return a window of the filtered and sorted table, without columns that are null in all rows.
+    """Return a window of the filtered and sorted table.
+
+    Columns that are null in all rows, and tasks that are all equal to `instance_id`, are left out.
 
     `total` is the number of trajectories that match, and `all` the number in the dataset. `failed`
     counts the matching trajectories with an error. `mean_return` is the mean of their known
@@ -45,6 +48,8 @@ def window(
     shown = kept[offset : offset + min(limit, MAX_LIMIT)]
     whole = index.trajectories
     empty = [one.name for one in whole if one.null_count() == len(one) > 0]
+    if whole[TASK].equals(whole["instance_id"]):
+        empty.append(TASK)
     lines = whole.drop(empty)[shown.astype(np.int64)]
     facts = index.trajectories if mask is None else index.trajectories.filter(pl.Series(mask))
     mean = facts["return"].fill_nan(None).mean()
@@ -146,20 +151,20 @@ def _of_values(values: pl.Series, mask: BoolArray | None) -> dict[str, Any]:
 
 
 def diff(a: Dataset, b: Dataset, where: str | None) -> Response:
-    """Return one line per task that both datasets contain; `where` filters their trajectories."""
+    """Return one line per task (`task_instance_id`) that both datasets contain; `where` filters their trajectories."""
     left, right = _tasks(a, where), _tasks(b, where)
-    both = left.join(right, on="instance_id", how="inner", suffix="_b", maintain_order="left")
+    both = left.join(right, on=TASK, how="inner", suffix="_b", maintain_order="left")
     names = ("num", "return", "solved", "response_tokens")
     ordered = both.select(
-        "instance_id",
+        TASK,
         *(e for n in names for e in (pl.col(n).alias(f"{n}_a"), pl.col(f"{n}_b"))),
     )
     return arrow_response(ordered, only_a=len(left) - len(both), only_b=len(right) - len(both))
 
 
-def pairs(a: Dataset, b: Dataset, instance_id: str) -> dict[str, Any]:
-    """Pair the attempts at a task by repetition_id; attempts without a counterpart are left out."""
-    left, right = _attempts(a, instance_id), _attempts(b, instance_id)
+def pairs(a: Dataset, b: Dataset, task: str) -> dict[str, Any]:
+    """Pair the attempts at a task by visit and repetition_id; those without a counterpart are left out."""
+    left, right = _attempts(a, task), _attempts(b, task)
     found = []
     for repetition, (number, name, value) in left.items():
         if repetition not in right:
@@ -183,7 +188,7 @@ def _tasks(dataset: Dataset, where: str | None) -> pl.DataFrame:
     mask, lines = index.matching(where), index.trajectories
     kept = lines if mask is None else lines.filter(pl.Series(mask))
     value = pl.col("return").fill_nan(None)
-    return kept.group_by("instance_id", maintain_order=True).agg(
+    return kept.group_by(TASK, maintain_order=True).agg(
         pl.len().cast(pl.Int32).alias("num"),
         value.mean(),
         (value > 0).sum().cast(pl.Int32).alias("solved"),
@@ -191,10 +196,12 @@ def _tasks(dataset: Dataset, where: str | None) -> pl.DataFrame:
     )
 
 
-def _attempts(dataset: Dataset, instance_id: str) -> dict[int, tuple[int, str, float | None]]:
-    numbers = dataset.index.group(instance_id).tolist()
-    lines = dataset.index.trajectories[numbers].select("repetition_id", "trajectory_id", "return")
+def _attempts(dataset: Dataset, task: str) -> dict[tuple[int, int], tuple[int, str, float | None]]:
+    numbers = dataset.index.group(task, [TASK]).tolist()
+    lines = dataset.index.trajectories[numbers].select(
+        pl.struct(pl.col("instance_id").rank("dense"), "repetition_id"), "trajectory_id", "return"
+    )
     return {
-        repetition: (number, name, value)
-        for number, (repetition, name, value) in zip(numbers, lines.rows(), strict=True)
+        tuple(attempt.values()): (number, name, value)
+        for number, (attempt, name, value) in zip(numbers, lines.rows(), strict=True)
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from threading import Lock
@@ -25,6 +26,7 @@ from pipelines.view.short_rows import LENGTHS, cut_texts, kept_columns, short_ro
 from pipelines.view.task_texts import add_starts
 from rollout_io.dataset.checking import checked_tables
 from rollout_io.dataset.conditions import types_in
+from rollout_io.dataset.message_facts import CALLED, count_calls, tool_calls
 from rollout_io.dataset.reader import scan
 from rollout_io.dataset.returns import dataset_outcome, num_steps
 from rollout_io.dataset.storage import PathLike
@@ -35,11 +37,12 @@ from rollout_io.dataset.trajectory_conditions import (
     row_values,
     trajectory_columns,
 )
-from schemas.columns import COLUMN_BY_NAME
+from schemas.columns import COLUMN_BY_NAME, TASK
 from schemas.errors import ConfigError
 from schemas.ragged import BoolArray, IntArray
+from schemas.types import with_absent
 
-_IN_MEMORY = frozenset(COMPUTED) - {"task_text", "num_agents", "num_tool_calls", "num_tool_errors"}
+_IN_MEMORY = frozenset(COMPUTED) - {"task_text", "num_agents"}
 """Computed columns whose values conditions read from memory; `task_text` is the group's there."""
 
 _RETURN_COLUMNS = ("instance_id", "trajectory_id", "reward", "error", "segments")
@@ -93,11 +96,12 @@ class TrajectoryIndex:
         """
         outcome = dataset_outcome(path)
         names, cut = None, set[str]()
-        parts, returns, texts = [], [], dict[str, str | None]()
+        parts, returns, calls, texts = [], [], [], dict[str, str | None]()
         for table in checked_tables(path, decode=False):
             names = names or kept_columns(table.schema)
             parts.append(short_rows(table, names, cut))
             add_starts(table, texts)
+            calls.append(_calls(table))
             if "segments" in table.column_names:
                 own = [name for name in _RETURN_COLUMNS if name in table.column_names]
                 found = _returns(table.select(own), outcome)
@@ -106,6 +110,7 @@ class TrajectoryIndex:
         found = pl.concat(returns) if returns else _returns(rows, outcome)
         starts = _starts(rows)
         trajectories = _trajectories(rows, found, starts, texts)
+        trajectories = trajectories.with_columns(pl.concat(calls) if calls else ())
         return cls(
             path=path, rows=rows, trajectories=trajectories, starts=starts, cut=frozenset(cut)
         )
@@ -166,18 +171,18 @@ class TrajectoryIndex:
             raise ConfigError("known_trajectory", str(self.path), got)
         return at
 
-    def group(self, instance_id: str) -> IntArray:
-        """Return the positions of a group's trajectories.
+    def group(self, name: str, columns: Sequence[str] = ("instance_id", TASK)) -> IntArray:
+        """Return the positions of the trajectories of a group, or else of a task.
 
         Raises:
-            ConfigError: `known_trajectory`: no trajectory has this instance_id.
+            ConfigError: `known_trajectory`: no trajectory has this id.
         """
-        is_in = self.trajectories["instance_id"] == instance_id
-        found = np.flatnonzero(is_in.to_numpy())
-        if not len(found):
-            got = f"no trajectory has the instance_id {instance_id!r}"
-            raise ConfigError("known_trajectory", str(self.path), got)
-        return found
+        for column in columns:
+            found = np.flatnonzero((self.trajectories[column] == name).to_numpy())
+            if len(found):
+                return found
+        got = f"no trajectory has the {columns[0]} {name!r}"
+        raise ConfigError("known_trajectory", str(self.path), got)
 
     def bounds(self, number: int) -> tuple[int, int]:
         """Return the first row of a trajectory, and the row after its last."""
@@ -239,7 +244,7 @@ class TrajectoryIndex:
             raise ConfigError("known_column", str(self.path), got, hint=hint)
 
     def _evaluated(self, where: str) -> BoolArray:
-        condition = TrajectoryCondition.parse(where)
+        condition = TrajectoryCondition.parse(where, "" if self.columns is not None else self.path)
         used = set(condition.names)
         for name in sorted(used & self.hidden):
             got = f"{name} is both a column of the dataset and a column that the viewer computes"
@@ -372,6 +377,16 @@ def _returns(rows: Frame, outcome: Outcome) -> pl.DataFrame:
     return fold_trajectories(frame, outcome, {"num_turns": turns}).collect()
 
 
+def _calls(table: pa.Table) -> pl.DataFrame:
+    names = [name for name in ("trajectory_id", *CALLED) if name in table.column_names]
+    rows = with_absent(as_lazy(table.select(names)), CALLED).select("trajectory_id", c=tool_calls())
+    total, errors = count_calls(pl.col("c")), count_calls(pl.col("c"), failed=True)
+    counted = rows.group_by("trajectory_id", maintain_order=True).agg(
+        num_tool_calls=total.cast(pl.Int32), num_tool_errors=errors.cast(pl.Int32)
+    )
+    return counted.drop("trajectory_id").collect()
+
+
 def _trajectories(
     rows: pl.DataFrame, returns: pl.DataFrame, starts: IntArray, texts: dict[str, str | None]
 ) -> pl.DataFrame:
@@ -380,6 +395,7 @@ def _trajectories(
     one_row = len(first) == len(rows)
     final = rows if one_row else rows[last]
     columns: dict[str, Any] = {name: final[name] for name in _IDS}
+    columns[TASK] = _or_null(final, TASK, pl.String).fill_null(final["instance_id"])
     columns["num_rows"] = pl.Series(np.diff(starts).astype(np.int32))
     columns["num_turns"] = returns["num_turns"].cast(pl.Int32)
     columns["return"] = returns["return"]

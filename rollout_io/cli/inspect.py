@@ -160,7 +160,7 @@ def candidates(
             return [trajectory]
         ids = frame.select("trajectory_id").unique(maintain_order=True).collect()
     else:
-        condition, place = TrajectoryCondition.parse(where), f"--where {where!r}"
+        condition, place = TrajectoryCondition.parse(where, dataset), f"--where {where!r}"
         found = evaluate(frame, condition, dataset_outcome(dataset), place)
         ids = found.filter(decided(found, condition, place))
     return list(ids["trajectory_id"])

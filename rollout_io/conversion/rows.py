@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from rollout_io.formats.base import Ids, Step
 from rollout_io.formats.parsing.tokens import parse_ids, usage_differs
-from schemas.columns import COLUMN_BY_NAME, COLUMNS, SEGMENT_FIELDS, Column
+from schemas.columns import COLUMN_BY_NAME, COLUMNS, SEGMENT_FIELDS, TASK, Column
 from schemas.errors import InputError
 from schemas.ragged import (
     IntArray,
@@ -25,7 +25,7 @@ from schemas.ragged import (
 )
 
 _OF_RUN = frozenset({"instance_id", "repetition_id", "trajectory_id", "error"})
-_NOT_READ = frozenset({"rewards"})
+_NOT_READ = frozenset({"rewards", TASK})
 
 
 @dataclass(kw_only=True, slots=True)

@@ -78,8 +78,7 @@ def tool_calls() -> pl.Expr:
     The calls of a last step's response follow those of its messages; the responses of other steps
     are messages of the next.
 
-    A call failed if its result is marked as an error (`is_error`, `status`), or begins like one:
-    "Error", "Traceback", "Command failed", "Exception". `failed` is null without a result.
+    A call failed if its result did (`has_failed`); `failed` is null without a result.
 
     Returns:
         list<struct<key: uint64, name, failed: bool>> per row; null where `messages` is null or no
@@ -99,16 +98,28 @@ def count_calls(calls: pl.Expr, name: str | None = None, *, failed: bool = False
         failed: Count only those that failed.
 
     Returns:
-        A count; null if no row of the trajectory has messages.
+        A count; null if no row of the trajectory has messages, and of failed ones if there are calls,
+        but no result of any.
     """
     one = calls.drop_nulls().explode()
     chosen = one.struct.field("key").is_not_null()
     if name is not None:
         chosen &= one.struct.field("name") == name
+    is_known = calls.is_not_null().any()
     if failed:
-        chosen &= one.struct.field("failed")
+        has_failed = one.struct.field("failed")
+        is_known &= ~chosen.any() | (chosen & has_failed.is_not_null()).any()
+        chosen &= has_failed
     num: pl.Expr = one.struct.field("key").filter(chosen).n_unique()
-    return pl.when(calls.is_not_null().any()).then(num)
+    return pl.when(is_known).then(num)
+
+
+def count_results(calls: pl.Expr) -> pl.Expr:
+    """Count the distinct calls of a trajectory that have a result."""
+    one = calls.drop_nulls().explode()
+    has_result = one.struct.field("failed").is_not_null()
+    num: pl.Expr = one.struct.field("key").filter(has_result).n_unique()
+    return num
 
 
 def _calls_of_rows(rows: pl.Series) -> pl.Series:
@@ -145,6 +156,24 @@ def _calls_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
             if call is not None:
                 call["failed"] = has_failed
     return calls
+
+
+def has_failed(result: Mapping[str, Any]) -> bool:
+    """True if a tool's result says that the call failed: the one definition of a failed call.
+
+    The result is marked as an error (`is_error`, `status`), or begins like one: "Error",
+    "Traceback", "Command failed", "Exception".
+
+    Args:
+        result: A message or part of a message, of any API.
+
+    Example:
+        >>> has_failed({"content": "Error: no such file"}), has_failed({"content": "0 errors"})
+        (True, False)
+    """
+    if result.get("is_error") is True or result.get("status") == "error":
+        return True
+    return _text(result.get("content")).lstrip(' <[{"').lower().startswith(_ERROR_STARTS)
 
 
 def calls_in_text(response: str) -> list[Any]:
@@ -186,21 +215,15 @@ def _called(message: dict[str, Any]) -> Iterator[tuple[Any, str, Any]]:
 def _results(message: dict[str, Any]) -> Iterator[tuple[Any, bool]]:
     """Yield the call's id and whether it failed, for each result in a message."""
     if message.get("role") in _RESULT_ROLES:
-        yield message.get("tool_call_id"), _has_failed(message)
+        yield message.get("tool_call_id"), has_failed(message)
     for piece in _pieces(message):
         if piece.get("type") == "tool_result":
-            yield piece.get("tool_use_id"), _has_failed(piece)
+            yield piece.get("tool_use_id"), has_failed(piece)
 
 
 def _pieces(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
     content = message.get("content")
     return (p for p in content if isinstance(p, dict)) if isinstance(content, list) else iter(())
-
-
-def _has_failed(result: dict[str, Any]) -> bool:
-    if result.get("is_error") is True or result.get("status") == "error":
-        return True
-    return _text(result.get("content")).lstrip(' <[{"').lower().startswith(_ERROR_STARTS)
 
 
 def _text(content: Any) -> str:

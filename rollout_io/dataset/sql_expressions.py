@@ -21,8 +21,12 @@ MOST_OPERATORS = 500
 _VALUES = {TokenType.STRING, TokenType.NUMBER, TokenType.COMMA}
 _WORD, _NUMBER = re.compile(r"[^\W\d]\w*"), re.compile(r"\d+(\.\d*)?([eE][-+]?\d+)?|\.\d+")
 _QUERY_WORDS = frozenset({"select", "from", "with", "table", "values", "where", "group", "order"})
-_TOOL_FUNCTIONS = frozenset({"tool_calls", "tool_errors"})
-_FOLDS = frozenset({"all", "last"}) | _TOOL_FUNCTIONS
+_NAMED = {
+    "tool_calls": "a tool's name",
+    "tool_errors": "a tool's name",
+    "findings": "the name of findings",
+}
+_FOLDS = frozenset({"all", "last", *_NAMED})
 _ESCAPED_QUOTE = re.compile(r"""\\(['"]|$)""")
 _COMPARED = (exp.EQ, exp.NEQ, exp.GT, exp.GTE, exp.LT, exp.LTE)
 _ALLOWED = frozenset(
@@ -75,7 +79,7 @@ class _Dialect(Dialect):
 
 
 def split_sql(text: str) -> tuple[str, dict[str, tuple[str, str]]]:
-    """Replace calls of `any`, `all`, `last`, `tool_calls` and `tool_errors` by names of columns.
+    """Replace calls of `any`, `all`, `last` and `_NAMED` by names of columns.
 
     `x = any(list)` and `last(x) OVER (...)` are left as they are: they belong to a row.
 
@@ -84,7 +88,7 @@ def split_sql(text: str) -> tuple[str, dict[str, tuple[str, str]]]:
 
     Raises:
         NotAnExpressionError: The text is not one expression over columns, or a call has no
-            argument, several, or another such call inside, or no tool's name in quotes.
+            argument, several, or another such call inside, or no name in quotes.
         TooLongError: The expression is too long.
 
     Example:
@@ -101,8 +105,8 @@ def split_sql(text: str) -> tuple[str, dict[str, tuple[str, str]]]:
             raise NotAnExpressionError(f"{function} takes one condition in brackets")
         if any(_fold_of(one) for one in inner[0].walk()):
             raise NotAnExpressionError(f"{function} contains another such function")
-        if function in _TOOL_FUNCTIONS and not inner[0].is_string:
-            raise NotAnExpressionError(f"{function} takes a tool's name in quotes")
+        if function in _NAMED and not inner[0].is_string:
+            raise NotAnExpressionError(f"{function} takes {_NAMED[function]} in quotes")
         name = f"__part_{len(parts)}__"
         parts[name] = function, _generated(inner[0])
         column = exp.column(name)

@@ -32,7 +32,7 @@ PARTITION_HINT = "name the directories COLUMN=VALUE, with the same columns every
 RUN_ROLLOUTS = "rollouts"  # directory in a run of `rollouts rl`: one dataset per iteration
 _RUN_FILES = ("config.json", "metrics.jsonl")
 STAGING = ".converting"  # directory of an unfinished conversion; readers skip hidden names
-_BESIDE = (".blobs", ".rejected.jsonl", ".rewards")  # paths beside a dataset, which patterns match
+_BESIDE = (".blobs", ".rejected.jsonl", ".rewards", ".findings")  # what patterns match, too
 _SHOWN_FOLDERS = 3
 
 

@@ -8,6 +8,7 @@ belong to its rows, and are read inside the first three of
     last(expression)   the value in the last row
     tool_calls(name)   number of calls of a tool
     tool_errors(name)  number of its calls that failed
+    findings(name)     number of findings in a version of findings, of one label with NAME/LABEL
 
 A column of rows outside these is evaluated for each row. If the whole condition then has the same
 value in all rows of each trajectory, that is its value. Otherwise it has two readings and is
@@ -16,6 +17,7 @@ refused. Null is false.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -38,6 +40,9 @@ from rollout_io.dataset.returns import (
     num_sampled_tokens,
     num_steps,
 )
+from rollout_io.dataset.storage import PathLike
+from rollout_io.dataset.versions import count_findings
+from schemas.columns import TASK
 from schemas.errors import ConfigError, count
 from schemas.metadata import Outcome
 from schemas.types import with_absent
@@ -58,10 +63,14 @@ COMPUTED = {
 }
 """Columns that `trajectory_columns` computes from the rows of a trajectory (docs/filters.md)."""
 
-TRAJECTORY_COLUMNS = ("instance_id", "repetition_id", "trajectory_id", "error", *COMPUTED)
-"""Columns that belong to the trajectory; `error` is the first error in its rows."""
+TRAJECTORY_COLUMNS = ("instance_id", TASK, "repetition_id", "trajectory_id", "error", *COMPUTED)
+"""Columns that belong to the trajectory: `error` is the first error in its rows, and a null task is
+`instance_id`."""
 
-_NEEDED = ("error", *CALLED)
+task_of = pl.coalesce(TASK, "instance_id")
+"""The task of a row."""
+
+_NEEDED = ("error", TASK, *CALLED)
 """Optional columns from which others are computed."""
 
 _FOLDS: dict[str, Fold] = {"any": pl.Expr.any, "all": pl.Expr.all, "last": pl.Expr.last}
@@ -83,21 +92,23 @@ class TrajectoryCondition:
     parts: Mapping[str, tuple[pl.Expr, Fold]]
 
     @classmethod
-    def parse(cls, condition: str | pl.Expr) -> TrajectoryCondition:
-        """Parse a condition without opening a file or evaluating a row.
+    def parse(cls, condition: str | pl.Expr, dataset: PathLike = "") -> TrajectoryCondition:
+        """Parse a condition, without evaluating a row.
 
         Args:
             condition: SQL, or a Polars expression over the columns of a row and
                 `TRAJECTORY_COLUMNS`.
+            dataset: Path of the dataset whose findings `findings` counts.
 
         Raises:
             ConfigError: `condition`: the text is not SQL, or is not a condition on a trajectory.
+            InputError: `reward_version`: the dataset has no such findings, or has changed since.
         """
         if isinstance(condition, pl.Expr):
             return cls(text=str(condition), outer=condition_of(condition), parts={})
         outer, found = parsed(condition)
         parts = {
-            name: _part(function, condition_of(part, condition))
+            name: _part(function, condition_of(part, condition), os.fspath(dataset))
             for name, (function, part) in found.items()
         }
         return cls(text=condition, outer=condition_of(outer, condition), parts=parts)
@@ -115,8 +126,14 @@ class TrajectoryCondition:
         return list(dict.fromkeys([*self.outer_names, *inner]))
 
 
-def _part(function: str, part: pl.Expr) -> tuple[pl.Expr, Fold]:
-    """Return what `any`, `all`, `last`, `tool_calls` or `tool_errors` reads of rows, and its fold."""
+def _part(function: str, part: pl.Expr, dataset: str) -> tuple[pl.Expr, Fold]:
+    """Return what `any`, `tool_calls` or another function reads of rows, and its fold."""
+    if function == "findings":
+        counts = count_findings(dataset, pl.select(part).item())
+        number = pl.col("trajectory_id").replace_strict(
+            *counts, default=None, return_dtype=pl.Int64
+        )
+        return number, pl.Expr.first
     if function in _COUNTS:
         name = pl.select(part).item()
         return tool_calls(), lambda calls: count_calls(calls, name, failed=_COUNTS[function])
@@ -213,8 +230,11 @@ def row_values(
     check_columns(condition.outer_names, [*known, *computed], where, condition.text)
     check_columns(inner, known, where, condition.text)
     folded = {name: computed[name] for name in condition.outer_names if name in computed}
-    if "error" in condition.outer_names:
-        folded["error"] = pl.col("error"), _first_error
+    stored: dict[str, tuple[pl.Expr, Fold]] = {
+        "error": (pl.col("error"), _first_error),
+        TASK: (task_of, pl.Expr.last),
+    }
+    folded |= {name: stored[name] for name in condition.outer_names if name in stored}
     folded |= condition.parts
     empty = pl.DataFrame(schema=schema).lazy()
     try:  # zero rows show type errors without reading data

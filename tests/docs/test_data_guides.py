@@ -41,6 +41,20 @@ def test_the_guide_to_new_rewards_scores_each_trajectory(tmp_path, monkeypatch):
     assert set(scan(tmp_path / "brief").collect()["reward"]) == {0.0, 1.0}
 
 
+def test_the_guide_to_findings_runs_its_own_finders(tmp_path, monkeypatch):
+    for _, name, code in blocks_of("findings.md"):
+        if name:
+            (tmp_path / name).write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    places = {"runs/shop": str(tmp_path / "shop")}
+    shop = ("examples/shop.calls.jsonl", "examples/shop.rewards.jsonl")
+    given = list(commands("findings.md", places | {name: str(ROOT / name) for name in shop}))
+    printed_by(given, places)
+    names = {path.stem for path in (tmp_path / "shop.findings").glob("*.arrow")}
+    assert names == {"loops", "refusals", "hedges", "failing"}
+
+
 def test_the_guide_to_differences_finds_the_planted_reward_hacking(tmp_path):
     (code,) = [code for _, name, code in blocks_of("diff.md") if name == "planted.py"]
     places = {f"runs/{name}": str(tmp_path / name) for name in ("shop", "short", "hacked")}

@@ -16,7 +16,9 @@ from pipelines.generation.config import identity
 from pipelines.generation.dataset import Finished
 from pipelines.generation.generator import Generator, UnderWay
 from pipelines.generation.tasks import Task, attempts
+from pipelines.tables import set_column
 from rollout_io.terminal import SECONDS_A_LINE
+from schemas.columns import TASK
 from schemas.errors import InputError
 from trainer.batch import UNUSED_COLUMNS
 from trainer.batches.plan import dataset_returns, make_plan
@@ -173,7 +175,7 @@ class Collector:
 
     def _take(self, finished: Finished) -> None:
         name = finished.task.instance_id
-        self._begun[name].tables[finished.task.repetition_id] = finished.rows
+        self._begun[name].tables[finished.task.repetition_id] = _of_task(finished)
         self._warnings += [w for w in finished.warnings if w not in self._warnings]
         self._end_group(name)
 
@@ -210,6 +212,12 @@ class Collector:
             finding = f"returns do not vary within any of the last {self._num_in_a_row} groups"
             hint = f"run `rollouts stats {self._config.run.out}/{DROPPED}`, and use tasks whose returns vary"
             raise InputError("zero_advantages", "tasks", finding, hint=hint)
+
+
+def _of_task(finished: Finished) -> pa.Table:
+    """Add the column of the task to the rows of an attempt."""
+    names = pa.array([finished.task.task_instance_id] * finished.rows.num_rows, pa.string())
+    return set_column(finished.rows, TASK, names)
 
 
 def _outcomes(table: pa.Table) -> pl.DataFrame:

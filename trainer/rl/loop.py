@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -58,7 +59,7 @@ from trainer.rl.iteration_metrics import (
 )
 from trainer.rl.resume import find_checkpoint, prepare
 from trainer.rl.sampling_progress import SamplingProgress
-from trainer.rl.task_order import check_names, endless_tasks, first_name
+from trainer.rl.task_order import endless_tasks
 from trainer.rl.updates import Learning, check_lengths
 from trainer.rl.weight_swap import WeightSwapEngine
 from trainer.run.checkpoint import checkpoint_facts, checkpoint_path
@@ -215,7 +216,6 @@ def _set_up(
         template_kwargs=config.generation.chat_template_kwargs,
     )
     tasks = read_tasks(config.loop.tasks, 1)
-    check_names({task.instance_id for task in tasks})
     sets = read_sets(config, tokenizer)
     engine = WeightSwapEngine(
         (open_engine or open_usual)(config.generation), waits=config.loop.weight_sync == "wait"
@@ -280,13 +280,15 @@ class Driver:
                     show(remark)
                 check_lengths(config, learning.opened.limit, self.engine.context_tokens)
                 await self._begin_engine()
-                order = endless_tasks(self.tasks, config.loop.task_order, config.run.seed)
-                async with Collector(generator, order, groups, config) as collector:
+                async with Collector(generator, self._visits(), groups, config) as collector:
                     while learning.iteration < config.num_iterations:
                         await self._evaluate(calls)
                         collector.advance(learning.iteration)
                         await self._iterate(collector, groups)
                 await self._evaluate(calls)
+
+    def _visits(self) -> Iterator[Task]:
+        return endless_tasks(self.tasks, self.config.loop.task_order, self.config.run.seed)
 
     def _open_calls(self) -> AbstractAsyncContextManager[Calls | Endpoint | None]:
         usual = self.config.generation
@@ -330,9 +332,9 @@ class Driver:
         scanned = rollout_io.scan(path)
         columns = [name for name in USED if name in scanned.collect_schema()]
         rows = scanned.select(columns).collect().to_arrow()
-        ids = rows.column("instance_id").unique().to_pylist()
-        tasks = {task.instance_id: task for task in self.tasks}
-        names = {i: environment_of(tasks[first_name(i, tasks)], config) for i in ids}
+        ids = set(rows.column("instance_id").unique().to_pylist())
+        visits = (task for task in self._visits() if task.instance_id in ids)
+        names = {t.instance_id: environment_of(t, config) for t in islice(visits, len(ids))}
         metrics, problems = await environment_metrics(rows, names, config.env_timeout_s)
         for text in problems:
             warn(text)

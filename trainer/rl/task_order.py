@@ -5,20 +5,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import Literal
 
 from pipelines.generation.tasks import Task
-from schemas.errors import InputError
 
 TaskOrder = Literal["shuffled", "listed"]
 
-_AGAIN = re.compile(r"(.+)@(\d+)")
-
 
 def endless_tasks(tasks: Sequence[Task], order: TaskOrder, seed: int) -> Iterator[Task]:
-    """Yield tasks endlessly; ids have the suffix `@2` in the second pass, and so on.
+    """Yield tasks endlessly; each visit has an `instance_id` of its own: `a`, `a@2`, `a@3`.
+
+    `task_instance_id` is the task's own id. Numbers that would repeat the id of a task are skipped.
 
     Args:
         tasks: The tasks.
@@ -32,35 +30,17 @@ def endless_tasks(tasks: Sequence[Task], order: TaskOrder, seed: int) -> Iterato
         >>> [task.instance_id for task in found]
         ['b', 'a', 'b@2', 'a@2']
     """
+    ids = {task.instance_id for task in tasks}
+    visits = {name: _visits(name, ids) for name in ids}
     for number in itertools.count(1):
         order_of_pass = list(tasks)
         if order == "shuffled":
             random.Random(f"{seed}/{number}").shuffle(order_of_pass)
         for task in order_of_pass:
             name = task.instance_id
-            yield dataclasses.replace(task, instance_id=name if number == 1 else f"{name}@{number}")
+            yield dataclasses.replace(task, instance_id=next(visits[name]), task_instance_id=name)
 
 
-def first_name(name: str, names: Collection[str]) -> str:
-    """Return the task's original id, without the suffix of a later pass.
-
-    Example:
-        >>> first_name("a@2", {"a"}), first_name("b@2", {"b@2"})
-        ('a', 'b@2')
-    """
-    match = _AGAIN.fullmatch(name)
-    return match[1] if match and name not in names else name
-
-
-def check_names(names: Collection[str]) -> None:
-    """Reject ids that would collide with ids of a later pass.
-
-    Raises:
-        InputError: `tasks`: the file contains both `NAME` and `NAME@NUMBER`.
-    """
-    for name in names:
-        match = _AGAIN.fullmatch(name)
-        if match and match[1] in names:
-            finding = f"{match[1]!r} and {name!r}"
-            expected = "ids that do not end with @ and a number"
-            raise InputError("tasks", "instance_id", finding, expected)
+def _visits(name: str, ids: Collection[str]) -> Iterator[str]:
+    yield name
+    yield from (visit for n in itertools.count(2) if (visit := f"{name}@{n}") not in ids)

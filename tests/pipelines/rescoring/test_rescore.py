@@ -17,9 +17,10 @@ from pipelines.rescoring.attempts import attempts
 from pipelines.rescoring.rescore import rescore
 from pipelines.rescoring.scorers import Scorer
 from pipelines.rescoring.sources import source_digests
-from pipelines.rescoring.versions import digests, read_version, version_path, with_version
+from pipelines.rescoring.versions import with_version
 from rollout_io import RolloutWriter, scan, validate
 from rollout_io.cli.main import run
+from rollout_io.dataset.versions import digests, read_version, version_path
 from rollout_io.retokenize.token_bytes import load_token_bytes
 from schemas.errors import ConfigError, InputError
 from schemas.metadata import DatasetMetadata
@@ -349,15 +350,21 @@ def test_an_environment_scores_the_recorded_responses(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("functions")
-def test_an_environment_is_not_given_merged_rows_as_single_responses(shop_dataset, tmp_path):
-    with RolloutWriter(tmp_path / "ds") as writer:
-        writer.write(merge(scan(shop_dataset).filter(instance_id="shop-1")).collect())
+def test_an_environment_gets_the_steps_of_merged_rows_one_by_one(shop_dataset, tmp_path):
+    rows = scan(shop_dataset).filter(instance_id="shop-1")
+    for name, frame in {"steps": rows, "merged": merge(rows)}.items():
+        with RolloutWriter(tmp_path / name) as writer:
+            writer.write(frame.collect())
+    assert len(scan(tmp_path / "merged").collect()) < len(rows.collect())
+    said = [row["response_text"] for row in next(iter(attempts(tmp_path / "steps", None))).rows]
     tasks = tmp_path / "tasks.jsonl"
-    tasks.write_text(json.dumps({"instance_id": "shop-1", "prompt": "?", "expected": ["z"]}) + "\n")
+    tasks.write_text(json.dumps({"instance_id": "shop-1", "prompt": "?", "expected": said}) + "\n")
     scorer = Scorer(function="own_rewards:Checks", tasks=str(tasks))
-    found = rescore(str(tmp_path / "ds"), "checks", scorer)
-    assert found.num_errors > 0
-    assert any("`rollouts merge --undo`" in reason or "merged" in reason for reason in found.errors)
+    for name in ("steps", "merged"):
+        rescore(str(tmp_path / name), "checks", scorer)
+    scores = [scores_of(str(tmp_path / name), "checks") for name in ("steps", "merged")]
+    assert scores[0] == scores[1]
+    assert 1.0 in scores[0].values()
 
 
 def test_a_response_without_a_logged_text_is_decoded(shop_dataset, smollm2_dir):

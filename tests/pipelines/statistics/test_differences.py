@@ -16,7 +16,7 @@ from pipelines import merge
 from pipelines.cli.diff import suspected
 from pipelines.statistics import resampling
 from pipelines.statistics.attempts import attempts
-from pipelines.statistics.differences import DIRECTIONS, differences, first_visits, suspicions
+from pipelines.statistics.differences import DIRECTIONS, differences, suspicions
 from pipelines.statistics.parting import broken_prefixes, greedy_partings
 from pipelines.statistics.resampling import (
     discoveries,
@@ -26,7 +26,6 @@ from pipelines.statistics.resampling import (
 )
 from rollout_io import RolloutWriter, scan
 from rollout_io.cli.main import run
-from schemas.metadata import DatasetMetadata
 from tests.helpers.filter_helpers import one_step, table
 
 
@@ -38,7 +37,11 @@ def lines(returns, **numbers):
         for n, value in enumerate(values)
     ]
     schema = {"instance_id": pl.String, "trajectory_id": pl.String, "return": pl.Float64}
-    kinds = {"tools": pl.List(pl.String), "stop_reason": pl.String}
+    kinds = {
+        "tools": pl.List(pl.String),
+        "failed_tools": pl.List(pl.String),
+        "stop_reason": pl.String,
+    }
     kinds["environment"] = pl.List(pl.Struct({"key": pl.String, "value": pl.Float64}))
     frame = pl.DataFrame(rows, {**schema, "error": pl.String})
     empty = {name: pl.lit(None, kind) for name, kind in kinds.items()}
@@ -142,15 +145,6 @@ def test_one_task_or_none_in_both_has_no_interval():
     assert numbers_of(found)["return"]["change"] == 0.5
     assert numbers_of(found)["return"]["low"] is None
     assert differences(lines([]), lines([[1.0]])).tasks.is_empty()
-
-
-def test_ids_are_shortened_only_in_datasets_of_an_rl_run():
-    ids = pl.DataFrame({"instance_id": ["lodash", "lodash@4", "b@2@3", "c@2"]})
-    names = {*ids["instance_id"], "b@2"}
-    rl = DatasetMetadata().made("rl").made("filter")
-    found = first_visits(ids, names, rl)["instance_id"].to_list()
-    assert found == ["lodash", "lodash", "b@2", "c@2"]
-    assert first_visits(ids, names, DatasetMetadata().made("filter")).equals(ids)
 
 
 def test_ids_that_end_in_a_version_are_different_tasks(tmp_path, capsys):

@@ -2,11 +2,15 @@
 
 import json
 
+import polars as pl
+import pyarrow.compute as pc
 import pytest
 from hypothesis import given, settings
 
+from pipelines import apply_filters, messages, where
 from pipelines.merging.merge import merge
 from pipelines.rewards import trajectory_returns
+from pipelines.statistics.attempts import attempts, with_names
 from pipelines.statistics.grouped import grouped, tools
 from rollout_io import RolloutWriter
 from rollout_io.cli.main import run
@@ -14,12 +18,50 @@ from schemas.strategies import rollout_tables
 from tests.helpers.examples import examples
 from tests.helpers.filter_helpers import one_step, table
 from tests.helpers.refusals import refused
+from tests.helpers.view_helpers import Asked
 
 
 def said(*names, result="ok"):
     calls = [{"id": name, "function": {"name": name}} for name in names]
     results = [{"role": "tool", "tool_call_id": name, "content": result} for name in names]
     return {"messages": json.dumps([{"role": "assistant", "tool_calls": calls}, *results])}
+
+
+def test_failures_are_unknown_where_no_call_has_a_result_and_0_without_calls(tmp_path):
+    call = [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "bash"}}]}]
+    waits = {"messages": json.dumps(call)}
+    rows = table(
+        ("waits", 0, [waits]),
+        ("none", 0, [{"messages": "[]"}]),
+        ("ok", 0, [waits, said("1x", "bash", result="Error")]),
+        optional=("messages",),
+    )
+    assert tools(rows).rows() == [("bash", 3, 1, 2), ("1x", 1, 1, 1)]
+    assert tools(rows.filter(pc.equal(rows["instance_id"], "waits"))).rows() == [
+        ("bash", 1, None, 1)
+    ]
+    with RolloutWriter(tmp_path / "ds") as writer:
+        writer.write(rows)
+    found = {}
+    for condition in ("num_tool_errors = 0", "num_tool_errors IS NULL", "tool_errors('bash') = 1"):
+        filtered, _ = apply_filters(rows, [where(condition)])
+        found[condition] = filtered.collect()["instance_id"].unique(maintain_order=True).to_list()
+    assert found == {
+        "num_tool_errors = 0": ["none"],
+        "num_tool_errors IS NULL": ["waits"],
+        "tool_errors('bash') = 1": ["ok"],
+    }
+    shown = Asked(tmp_path / "ds")("/api/datasets/d0/trajectories")
+    counts = shown.select("instance_id", "num_tool_calls", "num_tool_errors").rows()
+    assert counts == [("waits", 1, None), ("none", 0, 0), ("ok", 3, 2)]
+    lines = grouped(rows, "instance_id").select("instance_id", "tool_errors").rows()
+    assert lines == [("waits", None), ("none", None), ("ok", 1.0)]
+    per_attempt, _ = with_names(attempts(rows), attempts(rows))
+    assert per_attempt["failed calls of bash"].to_list() == [None, 0, 1]
+    kinds = (
+        messages(rows).filter(pl.col("failed").is_not_null()).select("name", "step_index", "failed")
+    )
+    assert kinds.collect().rows() == [("1x", 1, True), ("bash", 1, True)]
 
 
 def test_a_task_says_whether_its_attempts_differ_and_what_is_unknown():

@@ -210,7 +210,9 @@ def test_quantiles_are_values_that_occur():
 def test_stats_as_json_keep_the_numbers_of_the_dataset_at_the_top(shop_dataset, capsys):
     assert run(["stats", str(shop_dataset), "--json", "--outcome", "sum"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert set(printed) - {"metrics", "savings", "tools"} == set(dataset_statistics(shop_dataset))
+    assert set(printed) - {"metrics", "savings", "tools", "findings"} == set(
+        dataset_statistics(shop_dataset)
+    )
 
 
 def test_stats_of_a_model_without_a_config_say_what_is_missing(shop_dataset, tmp_path, capsys):

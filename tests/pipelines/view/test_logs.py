@@ -226,7 +226,7 @@ def test_two_logs_are_compared_by_task(tmp_path):
         )
     ask = Asked(tmp_path / "a.jsonl", tmp_path / "b.jsonl")
     (task,) = ask("/api/diff", a="d0", b="d1").to_dicts()
-    (pair,) = ask("/api/diff/pair", a="d0", b="d1", instance_id=task["instance_id"])["pairs"]
+    (pair,) = ask("/api/diff/pair", a="d0", b="d1", task=task["task_instance_id"])["pairs"]
     assert pair["parts_at"]["said"] == [["It is ", "open."], ["It is ", "ajar."]]
 
 

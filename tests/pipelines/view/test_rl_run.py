@@ -176,9 +176,9 @@ def test_every_view_of_each_iteration_answers(ask, config, tokenizer):
         ids = ",".join(map(str, rows["response_ids"][0].to_list()))
         hits = ask(f"{root}/search", ids=ids)["hits"]
         assert rows["trajectory_id"][0] in {hit["trajectory_id"] for hit in hits}
-    tasks = [set(rows_of(config, k)["instance_id"]) for k in (0, 1)]
-    assert set(ask("/api/diff", a="d0", b="d1")["instance_id"]) == tasks[0] & tasks[1]
-    assert set(ask("/api/diff", a="d0", b="d0")["instance_id"]) == tasks[0]
+    tasks = [set(rows_of(config, k)["task_instance_id"]) for k in (0, 1)]
+    assert set(ask("/api/diff", a="d0", b="d1")["task_instance_id"]) == tasks[0] & tasks[1]
+    assert set(ask("/api/diff", a="d0", b="d0")["task_instance_id"]) == tasks[0]
 
 
 def test_a_run_that_was_moved_is_joined_as_before(config, tmp_path):

@@ -234,7 +234,7 @@ def test_attempts_part_at_their_first_other_token(ask, shop):
 
 
 def test_a_copy_parts_nowhere(ask):
-    pairs = ask("/api/diff/pair", a="d0", b="d0", instance_id="shop-0")["pairs"]
+    pairs = ask("/api/diff/pair", a="d0", b="d0", task="shop-0")["pairs"]
     assert len(pairs) == 4
     assert {pair["parts_at"] for pair in pairs} == {None}
     assert all(pair["trajectory_a"] == pair["trajectory_b"] for pair in pairs)
@@ -244,8 +244,8 @@ def test_merging_changes_no_number_of_a_diff(ask):
     found = ask("/api/diff", a="d0", b="d1")
     for name in ("num", "return", "solved", "response_tokens"):
         assert found[f"{name}_a"].to_list() == found[f"{name}_b"].to_list(), name
-    for task in found["instance_id"]:
-        pairs = ask("/api/diff/pair", a="d0", b="d1", instance_id=task)["pairs"]
+    for task in found["task_instance_id"]:
+        pairs = ask("/api/diff/pair", a="d0", b="d1", task=task)["pairs"]
         assert [pair["parts_at"] for pair in pairs] == [None] * 4
 
 
@@ -261,7 +261,7 @@ def test_the_diff_has_the_means_of_tasks(ask, shop):
             response_tokens_a=pl.col("response_tokens").mean(),
         )
     )
-    same(found, means)
+    same(found, means.rename({"instance_id": "task_instance_id"}))
     assert found["return_b"].equals(found["return_a"].alias("return_b"))  # a merge keeps returns
     table = ask.table("/api/diff", a="d0", b="d1", where="instance_id = 'shop-1'")
     assert table.num_rows == 1

@@ -1,5 +1,6 @@
 import json
 import re
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +15,15 @@ import rollout_io
 from pipelines.merging.lineage import continued_rows
 from pipelines.merging.merge import merge_table, unmerge_table
 from rollout_io.cli.main import run
+from rollout_io.dataset.versions import (
+    FINDING,
+    FINDINGS,
+    count_findings,
+    digests,
+    version_names,
+    version_path,
+    write_version,
+)
 from rollout_io.redaction import scanner
 from rollout_io.redaction.literals import Literals, View, readable, widened
 from rollout_io.redaction.redact import Findings, redact
@@ -313,6 +323,28 @@ def test_both_parts_of_a_secret_that_a_later_answer_of_a_merged_row_completes_ar
         made = Redactor(findings.known, vocabulary).table(table)
         assert "ijklmnopq" not in str(made.to_pylist())
     assert table.num_rows == 1
+
+
+@pytest.mark.usefixtures("no_rules")
+@pytest.mark.model
+def test_a_redacted_dataset_has_no_findings_and_refuses_those_of_the_original(
+    dataset, smollm2_dir, tmp_path
+):
+    source, out = str(dataset), str(tmp_path / "out")
+    finding = dict.fromkeys(FINDING) | {"label": "card", "text": "card CC-12345678"}
+    values = digests(rollout_io.scan(source)).with_columns(
+        findings=pl.lit([finding], FINDINGS.type), error=pl.lit(None, pl.String)
+    )
+    write_version(
+        version_path(source, "cards", FINDINGS), values.select(*FINDINGS.schema), {}, FINDINGS
+    )
+    assert count_findings(source, "cards")[1].sum() == len(values)
+    redact(source, out, Rules.of(PATTERNS), tokenizer=str(smollm2_dir))
+    assert version_names(out, FINDINGS) == []
+    shutil.copytree(f"{source}.findings", f"{out}.findings")
+    with pytest.raises(InputError, match="changed since") as caught:
+        count_findings(out, "cards")
+    assert caught.value.rule == "reward_version"
 
 
 @pytest.mark.usefixtures("no_rules")

@@ -5,6 +5,7 @@ import json
 import random
 import re
 import tomllib
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -19,7 +20,7 @@ from tests.helpers.rl_helpers import config_of
 from trainer.batches.forest import RowLimit
 from trainer.rl import load_rl_config
 from trainer.rl.groups import num_allowed, place
-from trainer.rl.task_order import check_names, endless_tasks
+from trainer.rl.task_order import endless_tasks
 from trainer.rl.updates import check_lengths
 
 TOML = """
@@ -323,10 +324,12 @@ def test_listed_tasks_keep_the_order_of_the_file_in_every_pass():
     assert [t.instance_id for t in drawn] == ["c", "a", "b", "c@2", "a@2"]
 
 
-def test_ids_that_a_later_pass_would_give_again_are_refused():
-    check_names({"a@b", "mail@2"})
-    with pytest.raises(RolloutError, match="'a' and 'a@2'"):
-        check_names({"a", "a@2"})
+def test_visits_of_ids_that_end_in_at_and_a_number_stay_apart_and_know_their_task():
+    names = ["a", "a@2", "a@3@2", "mail@x"]
+    drawn = list(itertools.islice(endless_tasks(tasks_named(*names), "shuffled", 3), 40))
+    assert len({t.instance_id for t in drawn}) == 40
+    assert Counter(t.task_instance_id for t in drawn) == dict.fromkeys(names, 10)
+    assert [t.instance_id for t in drawn if t.task_instance_id == "a"][:3] == ["a", "a@3", "a@4"]
 
 
 @given(

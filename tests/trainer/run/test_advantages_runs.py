@@ -15,8 +15,8 @@ import torch
 import pipelines
 import rollout_io
 import trainer
-from pipelines.rescoring.versions import SCHEMA, digests, version_path, write_version
 from rollout_io.cli.main import run as main
+from rollout_io.dataset.versions import REWARDS, digests, version_path, write_version
 from schemas.errors import RolloutError
 from tests.conftest import ROOT
 from tests.helpers.configs import train_config
@@ -172,7 +172,7 @@ def test_gdpo_trains_on_reward_versions_as_on_metrics(
     values = {"correct": repetition // 2, "form": 1e-3 * repetition.is_in([0, 3])}
     for name, value in values.items():
         table = scores.with_columns(reward=value.cast(pl.Float64), error=pl.lit(None, pl.String))
-        write_version(version_path(str(own), name), table.select(*SCHEMA), {})
+        write_version(version_path(str(own), name), table.select(*REWARDS.schema), {})
     weights = {"correct": 1.0, "form": 0.5}
     found = [
         run(dataset, model, tmp_path / "a", estimator="gdpo"),

@@ -175,6 +175,8 @@ export interface Dataset {
   layout: string;
   /** Verdicts of audits about its rows. */
   num_verdicts: number;
+  /** Findings of `rollouts rescore` beside it. */
+  num_findings: number;
   /** The columns that verdicts and shares add to the trajectory table. */
   added: string[];
   /** Null unless these are logs. */
@@ -377,11 +379,14 @@ export interface Turn {
   num_tokens: number | null;
   stop_reason: string | null;
   num_chars: number;
+  findings: Found[];
   parts: Part[];
 }
 
 export interface Conversation {
   lanes: { agent: string | null; turns: Turn[] }[];
+  /** About the whole trajectory. */
+  findings: Found[];
   error: string | null;
   return: number | null;
   /** True if tokens come from re-tokenized text. */
@@ -414,8 +419,17 @@ export interface Span {
   log_likelihood_ratio: number | null;
 }
 
-/** The verdicts about a row, in the order of their positions. */
-export function verdicts(dataset: string, trajectory: string, step: number): Promise<{ spans: Span[] }> {
+/** What a finder found: `start` and `end` count response tokens, and are equal if it is about none in particular. */
+export interface Found {
+  name: string;
+  label: string;
+  text: string;
+  start: number;
+  end: number;
+}
+
+/** The verdicts and findings about a row. */
+export function verdicts(dataset: string, trajectory: string, step: number): Promise<{ spans: Span[]; findings: Found[] }> {
   return json(datasetPath(dataset, "verdicts"), { trajectory_id: trajectory, step_index: step });
 }
 
@@ -464,8 +478,8 @@ export interface Pair {
   parts_at: PartsAt | null;
 }
 
-export function diffPair(a: string, b: string, instance: string): Promise<{ pairs: Pair[] }> {
-  return json("/api/diff/pair", { a, b, instance_id: instance });
+export function diffPair(a: string, b: string, task: string): Promise<{ pairs: Pair[] }> {
+  return json("/api/diff/pair", { a, b, task });
 }
 
 export interface Hit {

@@ -1,7 +1,7 @@
 /** Audit findings of a row: outlines and margin notes in the token view, and a list. */
 
 import type { JSX } from "preact";
-import type { Span } from "./answers";
+import type { Found, Span } from "./answers";
 import { Num, Text } from "./parts";
 import { plain, short } from "./text";
 import { type Layout, LINE } from "./token_layout";
@@ -99,12 +99,39 @@ export function drawFault(
   context.fill();
 }
 
-/** The verdicts as a list, for screen readers too; each links to its first token. */
-export function Verdicts({ spans, onOpen }: { spans: Span[]; onOpen: (position: number) => void }): JSX.Element | null {
-  if (spans.length === 0) return <p class="note">The audit has no verdict on this row.</p>;
+/** A finding as a span of the token view. */
+export function spanOf({ label, text, start, end }: Found): Span {
+  return { start, end, kind: label, is_fault: true, meaning: null, reason: text, swap_position: null, log_likelihood_ratio: null };
+}
+
+/** The label of a finding; its text is the title. */
+export function FindingBadge({ found }: { found: Found }): JSX.Element {
+  return <span class="badge bad" data-name="finding" title={plain(found.text, 500)}><Text value={plain(found.label.replaceAll("_", " "), 40)} /></span>;
+}
+
+interface VerdictsProps {
+  spans: Span[];
+  findings: Found[];
+  audited: boolean;
+  onOpen: (position: number) => void;
+}
+
+/** The verdicts and findings as lists, for screen readers too; each links to its first token. */
+export function Verdicts({ spans, findings, audited, onOpen }: VerdictsProps): JSX.Element | null {
+  const own = findings.map(spanOf);
   return (
-    <section class="verdicts" aria-label="Verdicts of the audit">
-      <h2>Audit</h2>
+    <>
+      {audited && spans.length === 0 && <p class="note">The audit has no verdict on this row.</p>}
+      {spans.length > 0 && <Spans name="Verdicts of the audit" title="Audit" spans={spans} onOpen={onOpen} />}
+      {own.length > 0 && <Spans name="Findings" title="Findings" spans={own} onOpen={onOpen} />}
+    </>
+  );
+}
+
+function Spans({ name, title, spans, onOpen }: { name: string; title: string; spans: Span[]; onOpen: (position: number) => void }): JSX.Element {
+  return (
+    <section class="verdicts" aria-label={name}>
+      <h2>{title}</h2>
       <ul>
         {spans.map((span, at) => (
           <li key={at} data-span={`${span.start} ${span.end}`}>
@@ -112,7 +139,7 @@ export function Verdicts({ spans, onOpen }: { spans: Span[]; onOpen: (position: 
               <span class={span.is_fault ? "badge bad" : "badge quiet"}>{nameOf(span)}</span>
             </button>{" "}
             <small>
-              response tokens {short(span.start)} to {short(span.end - 1)}
+              {span.start < span.end ? `response tokens ${short(span.start)} to ${short(span.end - 1)}` : "the whole step"}
               {span.swap_position !== null && <>, swap at <Num value={span.swap_position} name="swap_position" /></>}
               {span.is_fault && span.log_likelihood_ratio !== null && <>, <Num value={span.log_likelihood_ratio} name="log_likelihood_ratio" /> nats</>}
             </small>

@@ -27,12 +27,12 @@ export function literal(value: string | number | boolean): string {
 /** The columns that the viewer computes for each trajectory; others belong to rows. */
 const COMPUTED =
   "num_rows|num_turns|return|prompt_tokens|response_tokens|trained_tokens|longest_row_tokens|agents|num_agents|task_text|num_tool_calls|num_tool_errors";
-const OF_TRAJECTORY = new RegExp(`^(?:${COMPUTED}|instance_id|trajectory_id|repetition_id)$`);
+const OF_TRAJECTORY = new RegExp(`^(?:${COMPUTED}|instance_id|task_instance_id|trajectory_id|repetition_id)$`);
 const OVER = " OVER (PARTITION BY trajectory_id)";
 
 /** Whether a filter cannot be a Polars expression: it uses columns of trajectories, or folds the rows of one. */
 export function usesComputed(where: string, added: string[] = []): boolean {
-  return new RegExp(`\\b(?:(?:${[COMPUTED, ...added].join("|")})\\b|(?:any|all|last|tool_calls|tool_errors)\\s*\\()`, "i").test(where.replace(/'(?:[^']|'')*'/g, ""));
+  return new RegExp(`\\b(?:(?:${[COMPUTED, ...added].join("|")})\\b|(?:any|all|last|tool_calls|tool_errors|findings)\\s*\\()`, "i").test(where.replace(/'(?:[^']|'')*'/g, ""));
 }
 
 /** The condition that a brush writes, and the pattern that finds it in a filter. */

@@ -4,6 +4,7 @@ import type { JSX } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
 import { go } from "../address";
 import { type Conversation, conversation, type Part, picture, type Turn } from "../answers";
+import { FindingBadge } from "../faults";
 import { NoTrajectory } from "../first_trajectory";
 import { useKeys } from "../keys";
 import { Markdown } from "../markdown";
@@ -108,6 +109,7 @@ function Lanes({ found, trajectory }: { found: Conversation; trajectory: string 
           <Text value={found.error} />
         </div>
       )}
+      {found.findings.length > 0 && <p class="note">{found.findings.map((one, at) => <FindingBadge key={at} found={one} />)}</p>}
       {found.lanes.every((lane) => lane.turns.length === 0) && <Empty>The dataset has no text for this trajectory.</Empty>}
       <div class="conversation">
       {numShown > OUTLINED && <Outline found={found} repeated={repeated} onShow={(number) => show(number, "start")} />}
@@ -212,6 +214,7 @@ function TurnCard({ turn, open, isFound }: { turn: Turn; open: boolean; isFound:
         <h3><Text value={turn.role} /></h3>
         {turn.trained && hasTokens && <span class="badge" title="Tokens of this turn are trained on">trained</span>}
         {!turn.is_new && <span class="badge quiet">repeated</span>}
+        {turn.findings.map((one, at) => <FindingBadge key={at} found={one} />)}
         {turn.from === "tokens" && <span class="badge quiet" title="The dataset has no messages here; this text was decoded from token ids">from tokens</span>}
         {turn.num_tokens !== null && (
           <small class="sampling">

@@ -58,7 +58,7 @@ export function DiffView(): JSX.Element {
 }
 
 const HEADS: Head[] = [
-  { name: "instance_id", title: "task", numeric: false },
+  { name: "task_instance_id", title: "task", numeric: false },
   { name: "difference", title: "mean return B − A", help: "Difference between the mean returns", numeric: true },
   { name: "bar", title: "", numeric: false },
   { name: "return_a", title: "mean return A", help: "Mean return in A", numeric: true },
@@ -83,12 +83,12 @@ function Tasks({ table, a, b }: { table: Table; a: Dataset; b: Dataset }): JSX.E
     [table],
   );
   const rows = useMemo(() => sorted(all, order.by, order.descending), [all, order]);
-  const cursor = rows.findIndex((row) => row.instance_id === place.task);
+  const cursor = rows.findIndex((row) => row.task_instance_id === place.task);
   const known = all.map((row) => row.difference).filter((value) => typeof value === "number");
   const reach = known.reduce((most, value) => Math.max(most, Math.abs(value)), 0);
   const choose = (index: number): void => {
     const row = rows[index];
-    if (row !== undefined) go({ task: String(row.instance_id) }, { replace: true });
+    if (row !== undefined) go({ task: String(row.task_instance_id) }, { replace: true });
   };
   const move = (by: number): void => choose(Math.max(0, Math.min(rows.length - 1, cursor + by)));
   useKeys("Tasks", [
@@ -124,8 +124,8 @@ function Tasks({ table, a, b }: { table: Table; a: Dataset; b: Dataset }): JSX.E
           label="Tasks in both"
           heads={HEADS}
           total={rows.length}
-          rowKey={(index) => String(rows[index]!.instance_id)}
-          rowName={(index) => String(rows[index]!.instance_id)}
+          rowKey={(index) => String(rows[index]!.task_instance_id)}
+          rowName={(index) => String(rows[index]!.task_instance_id)}
           cells={(index) =>
             HEADS.map(({ name }) =>
               name === "bar" ? <Bar value={rows[index]!.difference as number | null} reach={reach} signed /> : <Cell value={rows[index]![name]} name={name} />,
@@ -140,7 +140,7 @@ function Tasks({ table, a, b }: { table: Table; a: Dataset; b: Dataset }): JSX.E
           onOpen={choose}
         />
       )}
-      {cursor >= 0 && <Pairs a={a} b={b} task={String(rows[cursor]!.instance_id)} />}
+      {cursor >= 0 && <Pairs a={a} b={b} task={String(rows[cursor]!.task_instance_id)} />}
     </>
   );
 }

@@ -29,7 +29,8 @@ const CHUNK = 100;
 const KEPT_CHUNKS = 60;
 
 const TITLES: Record<string, [string, string]> = {
-  instance_id: ["task id", "instance_id: the task; its attempts form a group"],
+  instance_id: ["group id", "instance_id: the attempts with this id form a group"],
+  task_instance_id: ["task id", "task_instance_id: the task that its group attempts"],
   trajectory_id: ["trajectory", "trajectory_id: one attempt at a task"],
   repetition_id: ["attempt", "repetition_id"],
   num_rows: ["rows", "num_rows: rows of the table, one per model call unless merged"],
@@ -56,11 +57,13 @@ const TITLES: Record<string, [string, string]> = {
 };
 const ADDED_TITLES: Record<string, [string, string]> = {
   faults: ["faults", "faults: the kinds of faults that an audit found in its rows; none: audited, no fault found"],
+  findings: ["findings", "findings: the labels of what finders found in it; none: they found nothing (rollouts rescore)"],
   fault_nats: ["certainty of faults, nats", "fault_nats: the largest log-likelihood ratio of a fault to the label"],
 };
 const NUMBERS = new Set(["repetition_id", "num_rows", "num_turns", "num_messages", "num_characters", "num_tool_calls", "num_tool_errors", "num_images", "num_agents", "return", "prompt_tokens", "response_tokens", "trained_tokens", "longest_row_tokens", "policy_version"]); // prettier-ignore
+const BADGES = new Set(["faults", "findings"]);
 const CHARTED = ["return", "response_tokens", "num_rows", "stop_reason", "faults"];
-const ORDER = ["trajectory_id", "task_text", "instance_id", "repetition_id", "return"];
+const ORDER = ["trajectory_id", "task_text", "instance_id", "task_instance_id", "repetition_id", "return"];
 const LOG_CHARTED = ["num_turns", "num_characters", "num_tool_calls", "format"];
 const LOG_ORDER = ["trajectory_id", "task_text", "return", "error", "num_turns", "num_messages", "num_characters", "num_tool_calls", "num_tool_errors", "num_agents", "num_images", "modified", "file", "format", "stop_reason"]; // prettier-ignore
 
@@ -200,7 +203,7 @@ export function TableView(): JSX.Element {
     name,
     title: titleOf(name, dataset, sources.shares)[0],
     help: titleOf(name, dataset, sources.shares)[1],
-    numeric: dataset.added.includes(name) ? name !== "faults" : NUMBERS.has(name) || kinds.get(name) === "number",
+    numeric: dataset.added.includes(name) ? !BADGES.has(name) : NUMBERS.has(name) || kinds.get(name) === "number",
   }));
   const onSort = (name: string): void => {
     const same = selection.sort === name;
@@ -255,7 +258,7 @@ export function TableView(): JSX.Element {
             const values = row(index);
             return values === null ? null : columns.map((name) => {
               if (name === "task_text") return <TaskLine key={values.instance_id} task={String(values.instance_id)} start={values.task_text as string | null} />;
-              return name === "faults" && dataset.added.includes(name) ? <Faults value={values[name] ?? null} /> : cellOf(name, values[name] ?? null, open, index);
+              return BADGES.has(name) && dataset.added.includes(name) ? <Faults name={name} value={values[name] ?? null} /> : cellOf(name, values[name] ?? null, open, index);
             });
           }}
           isChosen={(index) => index === cursor || (cursor === null && row(index)?.trajectory_id === place.trajectory)}
@@ -273,11 +276,11 @@ export function TableView(): JSX.Element {
   );
 }
 
-/** A badge for each kind of fault. */
-function Faults({ value }: { value: Value }): JSX.Element {
-  if (typeof value !== "string") return <Cell value={value} name="faults" />;
+/** A badge for each kind of fault or finding. */
+function Faults({ name, value }: { name: string; value: Value }): JSX.Element {
+  if (typeof value !== "string") return <Cell value={value} name={name} />;
   return (
-    <span data-name="faults" data-value={value}>
+    <span data-name={name} data-value={value}>
       {value.split(", ").map((kind) => (
         <span key={kind} class={kind === "none" ? "badge quiet" : "badge bad"}><Text value={kind.replaceAll("_", " ")} /></span>
       ))}

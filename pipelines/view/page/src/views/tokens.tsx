@@ -6,7 +6,7 @@ import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/ho
 import { go, togglePin } from "../address";
 import { type Span, tokens, total, valueOf, verdicts } from "../answers";
 import { css, inkOn, type Scale } from "../colours";
-import { drawFault, faultsAt, GUTTER, marginNotes, Verdicts } from "../faults";
+import { drawFault, faultsAt, GUTTER, marginNotes, spanOf, Verdicts } from "../faults";
 import { NoTrajectory } from "../first_trajectory";
 import { useKeys } from "../keys";
 import { Awaited, Cell, cssVariable, Legend, Num, surface, Text, useAnswer, useSize, useTheme } from "../parts";
@@ -87,9 +87,9 @@ function Tokens({ table, trajectory, step }: Shown): JSX.Element {
   const [ranking, setRanking] = useState<{ column: TokenColumn; rank: number } | null>(null);
   const rank = ranking?.column === column ? (ranking?.rank ?? null) : null;
   const layout = useRef<Layout | null>(null);
-  const audited = dataset !== null && dataset.num_verdicts > 0;
+  const audited = dataset !== null && dataset.num_verdicts + dataset.num_findings > 0;
   const audit = useAnswer(audited ? JSON.stringify([dataset.id, trajectory, step]) : null, () => verdicts(dataset!.id, trajectory, step));
-  const spans = audit.value?.spans ?? NO_SPANS;
+  const spans = useMemo(() => (audit.value === undefined ? NO_SPANS : [...audit.value.spans, ...audit.value.findings.map(spanOf)]), [audit.value]);
   const faults = useMemo(() => spans.filter((span) => span.is_fault && span.start < span.end), [spans]);
 
   const moveTo = (at: number): void => {
@@ -210,7 +210,7 @@ function Tokens({ table, trajectory, step }: Shown): JSX.Element {
         />
         <div class="beside">
           {scale !== null && column !== null && <Legend scale={scale} values={column.values} title={column.unit === "" ? column.title : `${column.title}, ${column.unit}`} />}
-          {audited && <Awaited answer={audit}>{(found) => <Verdicts spans={found.spans} onOpen={(position) => moveTo(prompt + position)} />}</Awaited>}
+          {audited && <Awaited answer={audit}>{(found) => <Verdicts spans={found.spans} findings={found.findings} audited={dataset!.num_verdicts > 0} onOpen={(position) => moveTo(prompt + position)} />}</Awaited>}
           <Details table={table} faults={faults} at={hovered ?? cursor} prompt={prompt} columns={columns} isHovered={hovered !== null && hovered !== cursor} />
         </div>
       </div>
