@@ -75,7 +75,7 @@ test-gpu: $(READY) $(MODEL)/model.safetensors  ## Run the tests that need a CUDA
 	$(BIN)/python -m pytest -m gpu tests/gpu
 
 test-skyrl: $(READY) $(MODEL)/model.safetensors $(SKYRL)/.ready $(SKYRL_NEW)/.ready $(HARBOR)/.ready  ## Run SkyRL's own functions on our outputs, and Harbor's trials
-	$(BIN)/python -m pytest -m nightly tests/slow/test_skyrl_peer.py tests/slow/test_harbor_trials.py
+	$(BIN)/python -m pytest -m nightly tests/slow/test_skyrl_peer.py tests/slow/test_skyrl_hook.py tests/slow/test_harbor_trials.py
 
 test-s3: $(S3)/.ready  ## Read, train and write datasets in a failing object store (minutes)
 	OMP_NUM_THREADS=1 $(S3)/bin/python -m pytest -m nightly tests/slow/test_object_store.py tests/slow/test_store_writers.py
