@@ -1,6 +1,6 @@
-"""A training step of SkyRL whose rollouts are kept: run by test_skyrl_hook.py, where SkyRL is.
+"""A training step of SkyRL whose rollouts are kept: run by test_framework_hooks.py, where SkyRL is.
 
-    python -m tests.helpers.skyrl_hook MODEL OUT
+    python tests/helpers/skyrl_hook.py MODEL OUT
 
 Writes to OUT/ the dataset of the generator, `ds/`, and the dataset of the dumped batch, `dumped/`; and
 a JSON object to stdout: the loss of SkyRL's policy on the batch, and whether the step moved the weights.
