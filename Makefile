@@ -232,10 +232,10 @@ $(HARBOR)/.ready: | $(READY)
 	$(UV_INSTALL) $(HARBOR)/bin/python 'harbor==0.26.*'
 	@touch $@
 
-# Trackers of runs, which bring many packages; MLflow keeps its runs in files.
+# Trackers of runs, which bring many packages.
 $(TRACKERS)/.ready: pyproject.toml constraints.txt | $(READY)
 	test -x $(TRACKERS)/bin/python || $(PYTHON) -m venv $(TRACKERS)
-	$(UV_INSTALL) $(TRACKERS)/bin/python -c constraints.txt -e '.[train,testing]' mlflow-skinny pandas psutil pytest tensorboard wandb
+	$(UV_INSTALL) $(TRACKERS)/bin/python -c constraints.txt -e '.[train,testing]' mlflow psutil pytest tensorboard wandb
 	@touch $@
 
 # Moto's server answers as S3 does. The tests run here, because s3fs and our package share the process.

@@ -79,8 +79,7 @@ def test_mlflow_has_a_table_of_each_update(
     tmp_path: Path, tokenizer: ChatTokenizer, small_smollm2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.chdir(tmp_path)
     trained(tmp_path, tokenizer, small_smollm2, "mlflow")
     files = sorted(tmp_path.rglob("samples/update_*.json"))
