@@ -235,7 +235,8 @@ $(HARBOR)/.ready: | $(READY)
 # Trackers of runs, which bring many packages.
 $(TRACKERS)/.ready: pyproject.toml constraints.txt | $(READY)
 	test -x $(TRACKERS)/bin/python || $(PYTHON) -m venv $(TRACKERS)
-	$(UV_INSTALL) $(TRACKERS)/bin/python -c constraints.txt -e '.[train,testing]' mlflow psutil pytest tensorboard wandb
+	$(UV_INSTALL) $(TRACKERS)/bin/python -c constraints.txt -e '.[train,testing]' \
+		alembic 'mlflow-skinny>=3' pandas psutil pytest sqlalchemy tensorboard wandb
 	@touch $@
 
 # Moto's server answers as S3 does. The tests run here, because s3fs and our package share the process.

@@ -75,6 +75,7 @@ def test_tensorboard_shows_texts_of_each_update(
             assert (left_out in text) == (whole > SAMPLE_CHARS)
 
 
+@pytest.mark.filterwarnings("ignore")  # of MLflow and SQLAlchemy
 def test_mlflow_has_a_table_of_each_update(
     tmp_path: Path, tokenizer: ChatTokenizer, small_smollm2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
