@@ -1,6 +1,6 @@
 # Everything runs in .venv, which the first target that needs it makes; vLLM in .venv-vllm, the harnesses
 # that are recorded in its tests in .venv-clients, SkyRL, whose trainer takes our outputs, in .venv-skyrl,
-# an object store and its client, which need an older python-dateutil than ours, in .venv-s3, and the
+# verl, which keeps its rollouts with a hook of ours, in .venv-verl, an object store and its client, which need an older python-dateutil than ours, in .venv-s3, and the
 # lowest versions that pyproject.toml allows in .venv-lowest.
 
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
@@ -14,6 +14,8 @@ CLIENTS := .venv-clients
 SKYRL := .venv-skyrl
 SKYRL_NEW := .venv-skyrl-0.4
 HARBOR := .venv-harbor
+VERL := .venv-verl
+TRACKERS := .venv-trackers
 S3 := .venv-s3
 LOWEST := .venv-lowest
 HARNESSES := .venv-harnesses
@@ -40,7 +42,7 @@ export TOKENIZERS_PARALLELISM := false
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo view wheel test test-all test-lowest test-nightly test-vllm test-gpu test-skyrl test-s3 lint bench golden docs site model format clean
+.PHONY: help demo view wheel test test-all test-lowest test-nightly test-vllm test-gpu test-skyrl test-hooks test-trackers test-s3 lint bench golden docs site model format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -76,6 +78,12 @@ test-gpu: $(READY) $(MODEL)/model.safetensors  ## Run the tests that need a CUDA
 
 test-skyrl: $(READY) $(MODEL)/model.safetensors $(SKYRL)/.ready $(SKYRL_NEW)/.ready $(HARBOR)/.ready  ## Run SkyRL's own functions on our outputs, and Harbor's trials
 	$(BIN)/python -m pytest -m nightly tests/slow/test_skyrl_peer.py tests/slow/test_harbor_trials.py
+
+test-hooks: $(READY) $(MODEL)/model.safetensors $(SKYRL)/.ready $(SKYRL_NEW)/.ready $(VERL)/.ready  ## Keep rollouts inside SkyRL and verl, and train on them
+	$(BIN)/python -m pytest -m nightly tests/slow/test_framework_hooks.py
+
+test-trackers: $(TRACKERS)/.ready $(MODEL)/model.safetensors  ## Log rollouts to MLflow, W&B (offline) and TensorBoard
+	OMP_NUM_THREADS=1 $(TRACKERS)/bin/python -m pytest -m "" tests/trainer/run/test_samples.py
 
 test-s3: $(S3)/.ready  ## Read, train and write datasets in a failing object store (minutes)
 	OMP_NUM_THREADS=1 $(S3)/bin/python -m pytest -m nightly tests/slow/test_object_store.py tests/slow/test_store_writers.py
@@ -120,7 +128,7 @@ format: $(READY)  ## Format the sources
 	$(BIN)/ruff format .
 
 clean:  ## Remove the environment, the caches and the demo's runs
-	rm -rf $(VENV) $(VLLM) $(CLIENTS) $(SKYRL) $(SKYRL_NEW) $(HARBOR) $(S3) $(LOWEST) $(PAGE)/node_modules .cache runs .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(CLIENTS) $(SKYRL) $(SKYRL_NEW) $(HARBOR) $(VERL) $(TRACKERS) $(S3) $(LOWEST) $(PAGE)/node_modules .cache runs .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or later is needed: make PYTHON=/path/to/python3"; exit 1; }
@@ -211,10 +219,24 @@ $(SKYRL_NEW)/.ready: constraints-skyrl.txt constraints-skyrl-0.4.txt | $(READY)
 	$(UV_INSTALL) $(SKYRL_NEW)/bin/python -c constraints-skyrl-0.4.txt --no-deps skyrl skyrl-gym
 	@touch $@
 
+# verl needs Python below 3.13. What our package needs in its process is installed too.
+$(VERL)/.ready: constraints-verl.txt | $(READY)
+	test -x $(VERL)/bin/python || $(BIN)/uv venv --quiet --python 3.11 $(VERL)
+	$(UV_INSTALL) $(VERL)/bin/python -c constraints-verl.txt \
+		verl TransferQueue cachetools fastapi msgspec polars sqlglot torch uvicorn
+	@touch $@
+
 # Harbor needs Python 3.12; the policy runs in our own environment.
 $(HARBOR)/.ready: | $(READY)
 	test -x $(HARBOR)/bin/python || $(BIN)/uv venv --quiet --python "$(PYTHON312)" $(HARBOR)
 	$(UV_INSTALL) $(HARBOR)/bin/python 'harbor==0.26.*'
+	@touch $@
+
+# Trackers of runs, which bring many packages.
+$(TRACKERS)/.ready: pyproject.toml constraints.txt | $(READY)
+	test -x $(TRACKERS)/bin/python || $(PYTHON) -m venv $(TRACKERS)
+	$(UV_INSTALL) $(TRACKERS)/bin/python -c constraints.txt -e '.[train,testing]' \
+		alembic 'mlflow-skinny>=3' pandas psutil pytest sqlalchemy tensorboard wandb
 	@touch $@
 
 # Moto's server answers as S3 does. The tests run here, because s3fs and our package share the process.

@@ -404,7 +404,7 @@ each process of a resumed run checks them before the first update, which takes a
 
 `--set`, `--lr`, `--max-updates` and `--algorithm` change keys of the saved configuration; if a key must not change, the
 error names it. These keys may change:
-`save_every_updates`, `keep_checkpoints`, `record_tokens` and `trackers`; with a constant `learning_rate_schedule` also
+`save_every_updates`, `keep_checkpoints`, `record_tokens`, `trackers` and `log_samples`; with a constant `learning_rate_schedule` also
 `num_epochs`, which may grow, and `max_updates`, which may be any number not yet reached. (Other schedules decay towards the
 last planned update. The learning rate is a function of `global_step`, so schedules have no state.)
 

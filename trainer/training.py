@@ -26,6 +26,7 @@ from trainer.run.resume import SETTINGS, alone_in, lasting_settings, stops_when_
 from trainer.run.run import Run
 from trainer.run.run_log import RunLog
 from trainer.run.run_store import publish, published
+from trainer.run.samples import samples_of
 from trainer.run.start_records import record_start
 from trainer.run.state import Progress, optimizer_tensors, save_state, with_whole_outputs
 from trainer.run.stopping import Stop
@@ -102,7 +103,8 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
             passes, tell = (log.passes, log.warn_once) if log else (UNWATCHED, lambda *_: None)
             for step in () if is_over else updates(run, progress, passes=passes, tell=tell):
                 progress, metrics = step.progress, step.metrics
-                write(partial(log.write, metrics, step.tokens) if log else None)
+                samples = samples_of(run, step.batch.groups, step.number) if log else []
+                write(partial(log.write, metrics, step.tokens, samples) if log else None)
                 if every and not metrics["skipped"] and progress.global_step % every == 0:
                     save(run, progress, log)
                 is_over = progress.global_step == config.batch.max_updates

@@ -4,7 +4,8 @@ r"""The `verl` format: verl's rollout and validation dumps, {step}.jsonl.
 
 A line is a run. `input` and `output` were decoded without special tokens. The separators of
 messages are therefore lost, and neither roles nor exact tokens can be recovered; the history of the
-dataset records that. Lines of one file and step with the same `input` form a group, as the file
+dataset records that. The whole `output` trains, also the tool results in it; runs with these are
+counted. `rollout_io.hooks.verl` keeps exact tokens and masks instead. Lines of one file and step with the same `input` form a group, as the file
 does not record verl's groups. The outcome is `score`; all other numbers (`reward_extra_info`) are
 metrics.
 
@@ -25,6 +26,7 @@ converted to tensors.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import msgspec
@@ -49,11 +51,24 @@ from rollout_io.formats.exporting import (
 from rollout_io.formats.parsing.content import NO_JSON, filled
 from rollout_io.formats.parsing.messages import prompt_key
 from rollout_io.formats.parsing.naming import label, numbers, with_files_apart
+from rollout_io.formats.parsing.notes import note_run
 from rollout_io.formats.picture_bytes import PictureBytes
 from schemas.ragged import Ragged, list_lengths, offsets_of, ranges
 
 _GROUPS = "inferred: lines of one file and step with the same input"
 _TEXT = "decoded without special tokens: the ids are approximate"
+NO_IDS = (
+    "runs without token ids, log-probabilities and loss mask, which verl's dumps lack"
+    " (rollout_io.hooks.verl keeps them)"
+)
+TOOL_RESULTS = (
+    "runs with what looks like tool results, which train as if the model had sampled them"
+)
+_LATER_TURN = re.compile(
+    r"<tool_response>|^(?:user|tool|ipython|observation)$|(?:user|tool|ipython)\n\n.*assistant\n\n",
+    re.MULTILINE | re.DOTALL,
+)
+"""Remains of a header between two turns, whose special tokens are not in the text."""
 _NO_METRICS = frozenset({"step", "gts", "request_id"})
 
 
@@ -79,6 +94,9 @@ def run_of(sample: Sample, place: Place) -> Run:
 def read(sample: Sample, run: Run, _: Options) -> Trajectory:
     """Read the text of a line; all numbers of the line become metrics."""
     (place,) = run.places
+    note_run(NO_IDS)
+    if _LATER_TURN.search(sample.output):
+        note_run(TOOL_RESULTS)
     step = Completion(
         source=place.where,
         prompt=sample.input,

@@ -17,10 +17,10 @@ from rollout_io.dataset.writer import RolloutWriter
 from rollout_io.formats.skyrl_fields import TrajectoryID
 from rollout_io.formats.skyrl_generator_output import from_generator_output
 from rollout_io.formats.skyrl_output_columns import trajectory_identity
+from schemas.columns import TASK
 from schemas.errors import RolloutError, count
 from schemas.metadata import DatasetMetadata
 
-TASK = "task_instance_id"
 _LOGGER = logging.getLogger(__name__)
 
 

@@ -13,8 +13,7 @@ def output_of(batch: Any) -> dict[str, Any]:
     """Return the GeneratorOutput of a `TrainingInputBatch`: a batch as SkyRL trained on it.
 
     A dump does not record how rows were sampled: add `temperature` and `policy_version` if known.
-    Experts, sampling support and pictures are not read; a dump with them has `unread` fields, which
-    `from_generator_output` refuses unless told to drop them.
+    Experts, sampling support and pictures are not read; a batch that has them is refused.
 
     Args:
         batch: Load pickles in SkyRL's environment, and only your own, because they can run code.
@@ -25,8 +24,9 @@ def output_of(batch: Any) -> dict[str, Any]:
     """
     num_rows = len(batch["sequences"]) - batch.metadata.get("pad_size", 0)
     last = list(batch.metadata.get("is_last_step") or [True] * num_rows)[:num_rows]
-    output: dict[str, Any] = {name: [] for name in ("trajectory_ids", *_FIELDS.values())}
-    output |= {"is_last_step": last, "prompt_token_ids": [], "response_ids": []}
+    fields = {name: field for name, field in _FIELDS.items() if batch.get(name) is not None}
+    names = "trajectory_ids", "prompt_token_ids", "response_ids", *fields.values()
+    output: dict[str, Any] = {"is_last_step": last} | {name: [] for name in names}
     ended = Counter[Any]()
     for row, is_last in enumerate(last):
         uid = batch.metadata["uids"][row]
@@ -37,9 +37,7 @@ def output_of(batch: Any) -> dict[str, Any]:
         size = int(batch["response_mask"][row].sum())
         output["prompt_token_ids"].append(ids[: len(ids) - size])
         output["response_ids"].append(ids[len(ids) - size :])
-        for name, field in _FIELDS.items():
-            if batch.get(name) is not None:
-                values = batch[name][row].tolist()
-                output[field].append(values[len(values) - size :])
-    unread = {name: batch.get(name) for name in _UNREAD}
-    return {name: values for name, values in (output | unread).items() if values is not None}
+        for name, field in fields.items():
+            values = batch[name][row].tolist()
+            output[field].append(values[len(values) - size :])
+    return output | {name: batch[name] for name in _UNREAD if batch.get(name) is not None}

@@ -15,19 +15,15 @@ from schemas.metadata import DatasetMetadata
 def record(
     trainer: Any, dataset: str | os.PathLike[str], metadata: DatasetMetadata | None = None
 ) -> RolloutAppender | None:
-    """Append every batch that a trainer samples to a dataset; call it before `trainer.train()`.
-
-    The main process writes the rows of all processes, and gets the appender.
-    """
+    """Append every training batch to a dataset; the main process writes, and gets the appender."""
     from accelerate.utils import gather_object
 
-    is_main = trainer.accelerator.is_main_process
-    appender = RolloutAppender(dataset, metadata) if is_main else None
+    appender = RolloutAppender(dataset, metadata) if trainer.accelerator.is_main_process else None
     generate, score, sampled = trainer._generate, trainer._calculate_rewards, list[Any]()
 
     def generate_and_hold(prompts: Any) -> Any:
-        sampled[:] = generate(prompts)
-        return tuple(sampled)
+        sampled[:] = batch = generate(prompts)
+        return batch
 
     def score_and_append(*given: Any) -> Any:
         scores = score(*given)
@@ -47,11 +43,9 @@ def _output(trainer: Any, rows: list[Any], scores: Any) -> dict[str, Any]:
     prompts, responses, masks, logprobs, images = map(list, zip(*rows, strict=True))
     size, args, names = trainer.num_generations, trainer.args, trainer.reward_func_names
     digests = [hashlib.blake2b(repr(ids).encode(), digest_size=6).hexdigest() for ids in prompts]
-    params = {"min_p": args.min_p, "repetition_penalty": args.repetition_penalty}
     how = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k or None}
+    params = {name: getattr(args, name) for name in ("min_p", "repetition_penalty")}
     how |= {"sampling_extra": sampling_extra(params), "policy_version": trainer.state.global_step}
-    by_name = [zip(names, row, strict=True) for row in scores.tolist()]
-    unscored = scores.isnan().all(1).tolist()
     return {
         "trajectory_ids": [f"prompt-{digest}_{i % size}" for i, digest in enumerate(digests)],
         "prompt_token_ids": prompts,
@@ -59,8 +53,11 @@ def _output(trainer: Any, rows: list[Any], scores: Any) -> dict[str, Any]:
         "loss_masks": [m or [1] * len(r) for m, r in zip(masks, responses, strict=True)],
         "rollout_logprobs": None if None in logprobs else logprobs,
         "rewards": (scores * trainer.reward_weights.to(scores.device)).nansum(dim=1).tolist(),
-        "env_metrics": [{k: v for k, v in row if not math.isnan(v)} for row in by_name],
-        "error": ["no reward function scored it" if no else None for no in unscored],
+        "env_metrics": [
+            {k: v for k, v in zip(names, row, strict=True) if not math.isnan(v)}
+            for row in scores.tolist()
+        ],
+        "error": ["not scored" if row.isnan().all() else None for row in scores],
         "pixel_values": images if any(images) else None,
         **{name: [value] * len(rows) for name, value in how.items()},
     }

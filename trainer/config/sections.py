@@ -12,6 +12,7 @@ from rollout_io.configuration import (
     NonNegative,
     Positive,
 )
+from schemas.errors import ConfigError
 from trainer.checks import check_settings
 from trainer.config.functions import ADVANTAGE_ESTIMATOR, check_functions, inputs_of
 
@@ -215,6 +216,12 @@ class OptimizerConfig:
         check_settings(self, "optimizer")
 
 
+SAMPLE_TRACKERS = ("tensorboard", "wandb", "mlflow")
+"""Trackers that take the texts of `run.log_samples`."""
+SAMPLE_CHARS = 2_000
+"""Maximum length of each text of `run.log_samples`."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     """The section `[run]`: where a run writes, and what."""
@@ -233,6 +240,14 @@ class RunConfig:
     of 4 groups, chosen by `seed` and `global_step` (`sampled`); or all."""
     trackers: tuple[str, ...] = ()
     """Accelerate trackers that also receive the metrics, such as `tensorboard`."""
+    log_samples: CountOrZero = 0
+    """Number of trajectories of each update whose last step the trackers receive as text
+    (`tensorboard`, `wandb`, `mlflow`): up to 2,000 characters of its prompt and of its response,
+    without credentials."""
 
     def __post_init__(self) -> None:
         check_settings(self, "run")
+        if self.log_samples and not {*SAMPLE_TRACKERS} & {*self.trackers}:
+            got, names = "no tracker that takes text", ", ".join(SAMPLE_TRACKERS)
+            hint = "set run.trackers, or leave run.log_samples at 0"
+            raise ConfigError("config_value", "run.log_samples", got, f"one of {names}", hint)

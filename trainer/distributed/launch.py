@@ -22,6 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import rollout_io
 from rollout_io.configuration import flat
+from rollout_io.retokenize.tokenizer import load_tokenizer
 from schemas.errors import ConfigError
 from trainer.config.train_config import PATHS, TrainConfig, default_dtype
 from trainer.distributed.meeting import (
@@ -72,6 +73,8 @@ def _check(config: TrainConfig) -> None:
         if tracker not in available:
             expected = f"an installed tracker ({', '.join(available) or 'none is installed'})"
             raise ConfigError("config_value", "run.trackers", f"`{tracker}`", expected)
+    if config.run.log_samples:
+        load_tokenizer(config.model.path, needs_template=False)
     _check_launch(config.optimizer.algorithm)
     num_gpus, num_here = torch.accelerator.device_count(), os.environ.get("LOCAL_WORLD_SIZE", "1")
     if torch.accelerator.is_available() and int(num_here) > num_gpus:

@@ -19,7 +19,14 @@ from trainer.run.state import Progress
 from trainer.run.token_records import discard_token_records
 
 MAY_CHANGE = {
-    *("run.out", "run.keep_checkpoints", "run.trackers", "run.record_tokens", "data.dataset"),
+    *(
+        "run.out",
+        "run.keep_checkpoints",
+        "run.trackers",
+        "run.log_samples",
+        "run.record_tokens",
+        "data.dataset",
+    ),
     *("batch.tokens_per_micro_batch", "batch.max_row_tokens"),
     *("loop.num_iterations", "loop.weight_sync", "loop.save_every_iterations"),
     *("loop.keep_weights", "loop.audit_rows", "loop.on_mismatch"),

@@ -33,6 +33,7 @@ from trainer.run.open_run import open_models, open_run
 from trainer.run.pass_progress import UNWATCHED
 from trainer.run.run import Run
 from trainer.run.run_log import RunLog
+from trainer.run.samples import samples_of
 from trainer.training import save, write_in_main
 from trainer.update import set_rates, updates
 
@@ -138,7 +139,7 @@ class Learning:
                 metrics = {n: v for n, v in metrics.items() if not n.startswith(ENVIRONMENT)}
             metrics = {"iteration": iteration} | metrics | numbers
             if log:
-                log.write(metrics, step.tokens)
+                log.write(metrics, step.tokens, samples_of(run, step.batch.groups, step.number))
             lines.append(metrics)
             numbers = {}
         return lines

@@ -30,6 +30,7 @@ MAY_CHANGE = {
     "batch.tokens_per_micro_batch",
     "run.record_tokens",
     "run.trackers",
+    "run.log_samples",
 }
 """Keys that do not affect past updates. `max_updates` and `num_epochs` may only grow, and
 are fixed if the learning rate decays towards the last update."""

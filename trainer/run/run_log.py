@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -16,10 +16,12 @@ from accelerate import Accelerator
 
 from rollout_io.configuration import flat
 from rollout_io.terminal import Bar
+from trainer.config.sections import SAMPLE_TRACKERS
 from trainer.config.train_config import TrainConfig
 from trainer.run.advice import warnings_about
 from trainer.run.messages import say, warn
 from trainer.run.pass_progress import Passes, ticking
+from trainer.run.samples import Sample, log_samples
 from trainer.run.token_records import write_token_records
 
 ZERO_LOSS = 1e-6
@@ -82,11 +84,19 @@ class RunLog:
         for tracker in self.accelerator.trackers:
             tracker.finish()
 
-    def write(self, metrics: dict[str, Any], tokens: pa.Table | None = None) -> None:
-        """Log the metrics of a mini-batch, and write its token records, if any."""
+    def write(
+        self,
+        metrics: dict[str, Any],
+        tokens: pa.Table | None = None,
+        samples: Sequence[Sample] = (),
+    ) -> None:
+        """Log the metrics and samples of a mini-batch, and write its token records, if any."""
         if tokens is not None:
             write_token_records(Path(self.config.run.out), metrics["global_step"], tokens)
         self.write_line(metrics)
+        for tracker in self.accelerator.trackers if samples else ():
+            if tracker.name in SAMPLE_TRACKERS:
+                log_samples(tracker, samples, metrics["global_step"])
         if self.bar.is_shown:
             increment = 0 if self.is_loop else 1 - metrics["skipped"]
             self.bar.update(increment, numbers_of(metrics))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 
 from rollout_io.formats.start import Start
-from rollout_io.formats.verl import ADAPTER
+from rollout_io.formats.verl import ADAPTER, NO_IDS, TOOL_RESULTS
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import convert_with, planned, read_all, write_lines
 from tests.helpers.examples import examples
@@ -51,6 +51,17 @@ def test_the_score_is_the_outcome_and_all_numbers_are_metrics(tmp_path):
     (step,) = first.steps
     assert (step.prompt, step.response) == ("user\n1 + 5?\nassistant\n", "6")
     assert step.source == f"{path}:1"
+
+
+def test_what_a_dump_lacks_and_the_tool_results_in_it_are_counted(tmp_path):
+    chatml = "<tool_call>{}</tool_call>\nuser\n<tool_response>\n6\n</tool_response>\nassistant\n6"
+    llama = '{"name": "sum"}ipython\n\n6assistant\n\nIt is 6.'
+    plain = "the user\nis an assistant\n\nof a tool"
+    samples = [sample(output=text) for text in (chatml, llama, plain, "6", "observation\n6")]
+    path = write_lines(tmp_path / "3.jsonl", *samples)
+    runs, _ = read_all(ADAPTER, path)
+    assert [found.notes.get(NO_IDS, 0) for _, found in runs] == [1] * 5
+    assert [found.notes.get(TOOL_RESULTS, 0) for _, found in runs] == [1, 1, 0, 0, 1]
 
 
 def test_without_a_tokenizer_text_is_refused_with_the_way_to_tokens(tmp_path):

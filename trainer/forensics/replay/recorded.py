@@ -130,7 +130,8 @@ def read_recorded(path: Path, places: Mapping[str, str] | None = None) -> Record
     places = dict(places or {})
     if num_iterations is not None:
         places["data.dataset"] = str(path / "rollouts" / "*")
-    changed = {"run.out": str(path), "run.record_tokens": "all", "run.trackers": []} | places
+    changed: dict[str, Any] = {"run.out": str(path), "run.record_tokens": "all", **places}
+    changed |= {"run.trackers": [], "run.log_samples": 0}
     sections = {key: saved[key] for key in saved if key not in ("loop", *TABLES)}
     values = checked_values(TrainConfig, with_options(sections, changed), (), str(file))
     if lacking := [key for key in PLACES[:2] if not flat(values).get(key)]:
