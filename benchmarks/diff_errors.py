@@ -108,7 +108,7 @@ def attempts_of(returns: list[Floats], rng: np.random.Generator) -> pl.DataFrame
     schema = {"return": pl.Float64, "error": pl.String, "environment": _ENVIRONMENT}
     lines = pl.DataFrame(rows, schema_overrides=schema, infer_schema_length=None)
     kinds = {"version": pl.Int32, "greedy": pl.String, "stop_reason": pl.String}
-    kinds |= {"tools": pl.List(pl.String)}  # type: ignore[dict-item]
+    kinds |= dict.fromkeys(("tools", "failed_tools"), pl.List(pl.String))  # type: ignore[dict-item]
     return lines.with_columns(**{name: pl.lit(None, kind) for name, kind in kinds.items()})
 
 

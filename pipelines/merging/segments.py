@@ -12,14 +12,14 @@ import pyarrow.compute as pc
 from pipelines.merging.lineage import SAME_IN_A_SEQUENCE
 from pipelines.merging.sequences import Sequences
 from pipelines.tables import PER_TOKEN, set_column, set_columns
-from schemas.columns import JOINED, NUM_ROUTED, SEGMENT_FIELDS, TASK
+from schemas.columns import JOINED, NUM_ROUTED, SEGMENT_FIELDS
 from schemas.numpy_arrays import filled, to_arrow, to_numpy
 from schemas.ragged import BoolArray, IntArray, Ragged, list_lengths, offsets_of
 from schemas.types import PREFIX_TYPES, cast_column
 
 FOLDED = frozenset(
     {
-        *("instance_id", "repetition_id", "trajectory_id", TASK, "step_index", "is_last_step"),
+        *("instance_id", "repetition_id", "trajectory_id", "step_index", "is_last_step"),
         *("prompt_token_ids", "response_ids", "segments", *PER_TOKEN),
         *SAME_IN_A_SEQUENCE,
         "rollout_expert_indices",

@@ -220,13 +220,13 @@ class _Thread:
             note(SUMMARIES)
         self._break_off()
         path = [node for node in log.path() if node is not self.summary]
-        system = [node for node in path[:1] if node.messages[0]["role"] == "system"]
+        system = [node for node in path[:1] if node.role == "system"]
         log.replace(system)
         for i, item in enumerate(line.replacement_history or ()):
             self.add(item, where, f"{where} {i}", given=True)
         self.reply, self.call, self.summary = None, [], None
         if not line.replacement_history and line.message:
-            kept = [n for n in path[len(system) :] if n.messages[0]["role"] in {"system", "user"}]
+            kept = [n for n in path[len(system) :] if n.role in {"system", "user"}]
             if sum(len(str(node.messages[0]["content"]).encode()) for node in kept) > _KEPT_BYTES:
                 got = "a compaction that kept an unknown part of the user's messages"
                 log.lose(bad_message(where, got))

@@ -97,6 +97,11 @@ class Said:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def role(self) -> str | None:
+        """Role of its first message; None if the record was lost."""
+        return self.messages[0]["role"] if self.messages else None
+
+    @property
     def is_answer(self) -> bool:
         """True if a message of it is the model's."""
         return any(map(is_answer, self.messages))
@@ -119,11 +124,9 @@ class Contexts:
         values: Other strings about the run, which become user columns.
         error: Why the run failed, by the harness's own word.
         reward: Outcome of the run; None if unknown.
-        order: Place of the agent's conversations among those of all agents; None: in the order of the
-            log, the main agent's first.
+        order: Place of the agent among all agents; None: in the order of the log, the main one first.
         exact: Calls with the engine's tokens, which take the place of the contexts.
-        unsent_thoughts: Note about thoughts of answers before the last one of a conversation, for a
-            program that does not send them again; None if it does.
+        unsent_thoughts: Note about thoughts that the program does not send again; None if it does.
         is_copied: True while records are read that another session has too.
         tip: End of the current context; None if it is empty.
         has_prompts: True if each answer is logged with its whole prompt (`call`): a conversation is named

@@ -245,7 +245,7 @@ def read(lines: Iterator[Line], log: Contexts) -> None:
             session.add(kind, event, where)
     for key, agent in [*log.agents.items()]:
         path = agent.path()
-        if path and path[0].messages[0]["role"] != "user":
+        if path and path[0].role not in {"user", None}:
             note(UNPROMPTED)
             del log.agents[key]
 

@@ -52,12 +52,17 @@ class Start:
         """True if the file is one JSON document over several lines, or no JSON at all.
 
         A list with a record a line has lines that are JSON too, so a file whose first line is none
-        is a document if all of it is one, or if that line only opens a list or an object.
+        is a document if all of it is one, or if that line only opens a list or an object, and is not
+        the damaged first of several records.
         """
         values = self._line_values
         if not values or values[0] is not _NO_JSON:
             return not values
-        is_open = self.lines[0].strip() in {b"[", b"{"}
+        first, second = self.lines[0].strip(), b"".join(self.lines[1:2]).strip()
+        if first == b"{":  # what follows in an object is a key
+            is_open = second[:1] in {b"", b'"', b"}"}
+        else:  # what follows in a list ends with a comma, or is the last
+            is_open = first == b"[" and (len(values) < 3 or _NO_JSON in values[1:3])
         is_broken = all(value is _NO_JSON for value in values)
         return is_open or is_broken or self._whole is not _NO_JSON
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from schemas.errors import ConfigError, InputError, count
 from schemas.extras import requires_extra
@@ -168,13 +168,11 @@ def save_model(model: PreTrainedModel, path: Path, state: Mapping[str, Tensor]) 
 
 def _save_whole(model: PreTrainedModel, path: Path, weights: dict[str, Tensor]) -> None:
     # Transformers below 5.23 refuses to write generation settings that published models have.
-    original, untyped = model.generation_config, cast("Any", GenerationConfig)
-    model.generation_config = untyped()
+    vars(model)["can_generate"] = lambda: False
     try:
         model.save_pretrained(path, state_dict=weights)
     finally:
-        model.generation_config = original
-    (path / "generation_config.json").unlink(missing_ok=True)
+        del vars(model)["can_generate"]
 
 
 def save_adapter(model: PreTrainedModel, path: Path, state: Mapping[str, Tensor]) -> None:

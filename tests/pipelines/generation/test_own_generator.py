@@ -183,7 +183,7 @@ SPOILED = {
     "lost without ids": lambda output: rows(output, 0, 1) | {"trajectory_ids": None},
     "twice": lambda output: rows(output, 0, 1, 1),
     "unknown": lambda output: with_first(output, "trajectory_ids", TrajectoryID("other", 0)),
-    "no id": lambda output: with_first(output, "trajectory_ids", "t0_0"),
+    "no id": lambda output: with_first(output, "trajectory_ids", "t0"),
     "steps without ids": lambda output: (
         output | {"trajectory_ids": None, "is_last_step": [True] * 3}
     ),

@@ -451,6 +451,20 @@ def test_no_damage_loses_a_line_or_ends_in_a_traceback(content):
         check_lines(ADAPTER, path)
 
 
+def test_a_compaction_after_a_damaged_first_item_costs_what_depends_on_it(tmp_path):
+    damaged = item("telepathy", content="?")
+    records = [damaged, answer("Hello."), line("compacted", message="We greeted.")]
+    path = write_lines(tmp_path / "s", META, *records, message("user", "Go on."), answer("On."))
+    check_lines(ADAPTER, path)
+
+
+@pytest.mark.parametrize("opening", [b"{", b"["])
+def test_a_damaged_first_line_is_one_line_and_not_a_document(opening, tmp_path):
+    path = tmp_path / "rollout.jsonl"
+    path.write_bytes(opening + b"\n" + LOG)
+    check_lines(ADAPTER, path)
+
+
 def turn(number, said):
     return [message("user", f"{number}?"), answer(said)]
 

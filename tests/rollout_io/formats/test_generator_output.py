@@ -523,9 +523,11 @@ def test_rollout_metrics_survive_merge_and_unmerge(tmp_path: Path) -> None:
 
 
 def test_string_ids_and_missing_ids_say_what_to_do() -> None:
+    table = rollout_io.from_generator_output(_output(trajectory_ids=["add-3-4_0"] * 2))
+    assert table["instance_id"].to_pylist() == ["add-3-4"] * 2
     with pytest.raises(InputError) as caught:
-        rollout_io.from_generator_output(_output(trajectory_ids=["add-3-4_0"] * 2))
-    assert '{"instance_id": "add-3-4", "repetition_id": 0}' in (caught.value.hint or "")
+        rollout_io.from_generator_output(_output(trajectory_ids=["add-3-4"] * 2))
+    assert "INSTANCE_REPETITION" in caught.value.expected
     with pytest.raises(InputError) as caught:
         rollout_io.from_generator_output(_output(trajectory_ids=None))
     assert "group_size" in (caught.value.hint or "")

@@ -165,7 +165,7 @@ def test_dumps_without_special_tokens_have_none_in_their_texts(tmp_path, smollm2
         format="verl",
         tokenizer=str(smollm2_dir),
     ).summary
-    assert done.notes == {LITERALS: 2}
+    assert done.notes[LITERALS] == 2
     assert not {1, 2} & set(read(tmp_path / "ds")["response_ids"].to_pylist()[0])
 
 
