@@ -17,8 +17,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -39,7 +38,7 @@ from pipelines.view.log_index import (
     Whole,
     index_logs,
 )
-from pipelines.view.log_parts import NOTHING, LogRows, joined, without
+from pipelines.view.log_parts import NOTHING, LogRows, TableCache, joined, without
 from pipelines.view.log_table import FACTS, escaped
 from pipelines.view.short_rows import kind_of
 from pipelines.view.tokenizers import Found, Tokenizers
@@ -48,8 +47,8 @@ from rollout_io.conversion.browsing import (
     AGAIN,
     CHANGED,
     Listing,
-    LogFile,
     decode_run,
+    files_of,
     reread,
     settings_of,
 )
@@ -68,33 +67,10 @@ from schemas.columns import COLUMN_BY_NAME, TASK
 from schemas.errors import InputError, RolloutError
 
 _LOG = logging.getLogger(__name__)
-_CACHED_BYTES = 64 << 20
 _SHOWN_NAMES = 100
 _LOOK_S = 2.0
 _READ_SHARE = 10
 """Logs that grow are read again after this multiple of the time that reading them took."""
-
-
-@dataclass(slots=True, weakref_slot=True)
-class _Cache:
-    """The most recently opened trajectories, up to 64 MiB; at least one."""
-
-    tables: OrderedDict[tuple[At, str], pa.Table] = field(default_factory=OrderedDict)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def get(self, at: tuple[At, str], read: Callable[[], pa.Table]) -> pa.Table:
-        with self.lock:
-            if at in self.tables:
-                self.tables.move_to_end(at)
-                return self.tables[at]
-        table = read()
-        with self.lock:
-            self.tables[at] = table
-            while (
-                len(self.tables) > 1 and sum(t.nbytes for t in self.tables.values()) > _CACHED_BYTES
-            ):
-                self.tables.popitem(last=False)
-        return table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,7 +134,7 @@ class LogDataset(Dataset):
         self._spool = Path(tempfile.mkdtemp(prefix="rollouts-view-"))
         self._job = Job(path, log_format, self._spool)
         self._blobs = Blobs(Location.of(str(self._spool / "blobs")))
-        self._cache, self._state, self._version = _Cache(), _State(), 0
+        self._cache, self._state, self._version = TableCache(), _State(), 0
         # The copies of `now` share the cache; while one of them is left, its files are needed.
         weakref.finalize(self._cache, shutil.rmtree, self._spool, ignore_errors=True)
         self._successor: LogDataset | None = None
@@ -213,7 +189,7 @@ class LogDataset(Dataset):
         """
         if self._successor is None and self._state.is_done and time.monotonic() >= self._look_s:
             self._look_s = time.monotonic() + _LOOK_S
-            if _files(self.path) not in (None, {*self._listing.files}):
+            if files_of(self.path) not in (None, {*self._listing.files}):
                 self._successor = LogDataset(
                     self.number,
                     self.name,
@@ -449,14 +425,6 @@ def _shown(path: str, state: _State, version: int) -> _Shown:
     index = TrajectoryIndex.of_rows(path, whole.rows, columns, whole.cut)
     index.add(whole.facts)
     return _Shown(state, version, index, whole.runs, whole.schema, whole.notes)
-
-
-def _files(path: str) -> set[LogFile] | None:
-    """Return the files of a log now; None if it cannot be listed."""
-    try:
-        return {*Listing.of(Path(path)).files}
-    except RolloutError:
-        return None
 
 
 def _notes(notes: Mapping[str, int]) -> list[str]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from pipelines.view.log_index import Part
+from pipelines.view.log_index import At, Part
 from pipelines.view.log_table import FACTS
 from pipelines.view.short_rows import kept_columns, short_rows
 from pipelines.view.trajectory_index import TrajectoryIndex
@@ -17,6 +19,31 @@ from rollout_io.formats.parsing.notes import added
 from schemas.columns import COLUMN_BY_NAME
 from schemas.numpy_arrays import empty_table
 from schemas.ragged import IntArray
+
+_CACHED_BYTES = 64 << 20
+
+
+@dataclass(slots=True, weakref_slot=True)
+class TableCache:
+    """The most recently opened trajectories, up to 64 MiB; at least one."""
+
+    tables: OrderedDict[tuple[At, str], pa.Table] = field(default_factory=OrderedDict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def get(self, at: tuple[At, str], read: Callable[[], pa.Table]) -> pa.Table:
+        """Return a table, reading it if it is not kept."""
+        with self.lock:
+            if at in self.tables:
+                self.tables.move_to_end(at)
+                return self.tables[at]
+        table = read()
+        with self.lock:
+            self.tables[at] = table
+            while (
+                len(self.tables) > 1 and sum(t.nbytes for t in self.tables.values()) > _CACHED_BYTES
+            ):
+                self.tables.popitem(last=False)
+        return table
 
 
 class LogRows:

@@ -41,7 +41,7 @@ from rollout_io.formats.base import Adapter, Options, Place, Rejected, Run, Step
 from rollout_io.formats.detect import Tell
 from rollout_io.formats.parsing.lines import INCOMPLETE
 from rollout_io.formats.parsing.media import storing
-from schemas.errors import InputError
+from schemas.errors import InputError, RolloutError
 from schemas.metadata import DatasetMetadata
 from schemas.ragged import list_lengths
 
@@ -132,6 +132,14 @@ class Listing:
     def _unlisted(self, error: OSError) -> None:
         path, got = Path(error.filename), (error.strerror or str(error)).lower()
         self.refused[path] = InputError("input_file", str(path), f"cannot be listed: {got}")
+
+
+def files_of(path: str) -> set[LogFile] | None:
+    """Return the files of a log as they are now; None if it cannot be listed."""
+    try:
+        return {*Listing.of(Path(path)).files}
+    except RolloutError:
+        return None
 
 
 class Read(NamedTuple):
