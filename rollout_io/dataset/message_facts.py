@@ -27,7 +27,11 @@ TAGGED_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>\s*", re.DOTALL)
 CALLED = ("messages", "agent", "response_text", "token_source", "is_last_step")
 """Columns that `tool_calls` reads."""
 
-_ERROR_STARTS = ("error", "traceback", "command failed", "exception")
+# Harnesses' own words: "Exit code 1" (Claude Code), "Exit code: 1" and `{"exit_code":1` (Codex).
+_FAILS = re.compile(
+    r"[\s<\[{\"]*(error|traceback|command failed|exception|tool_use_error|exit[ _]code\W*[1-9])",
+    re.IGNORECASE,
+)
 _RESULT_ROLES = frozenset({"tool", "function"})
 
 
@@ -162,7 +166,8 @@ def has_failed(result: Mapping[str, Any]) -> bool:
     """True if a tool's result says that the call failed: the one definition of a failed call.
 
     The result is marked as an error (`is_error`, `status`), or begins like one: "Error",
-    "Traceback", "Command failed", "Exception".
+    "Traceback", "Command failed", "Exception", "Exit code" with another number than 0. A mark that
+    the messages of a format do not keep, such as Claude Code's `is_error`, is not seen.
 
     Args:
         result: A message or part of a message, of any API.
@@ -170,10 +175,12 @@ def has_failed(result: Mapping[str, Any]) -> bool:
     Example:
         >>> has_failed({"content": "Error: no such file"}), has_failed({"content": "0 errors"})
         (True, False)
+        >>> has_failed({"content": "Exit code 1"}), has_failed({"content": "Exit code: 0"})
+        (True, False)
     """
     if result.get("is_error") is True or result.get("status") == "error":
         return True
-    return _text(result.get("content")).lstrip(' <[{"').lower().startswith(_ERROR_STARTS)
+    return _FAILS.match(_text(result.get("content"))) is not None
 
 
 def calls_in_text(response: str) -> list[Any]:
