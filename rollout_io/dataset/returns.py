@@ -43,8 +43,11 @@ def joined_steps(frame: pl.LazyFrame) -> pl.Expr:
 
 
 def num_steps(frame: pl.LazyFrame) -> pl.Expr:
-    """Count the steps of each row: 1 unless it is merged."""
-    return joined_steps(frame).list.len().cast(pl.Int64).fill_null(1)
+    """Count the steps of each row: those in its `segments`, merged or of a log's turns; else 1."""
+    if not has_segment(frame, "step_index"):
+        return pl.lit(1, pl.Int64)
+    numbers = pl.col("segments").list.eval(pl.element().struct.field("step_index"))
+    return numbers.list.n_unique().cast(pl.Int64).clip(lower_bound=1).fill_null(1)
 
 
 def num_sampled_tokens(frame: pl.LazyFrame) -> pl.Expr:
