@@ -40,6 +40,9 @@ class Number(click.FloatRange):
             self.fail("nan is not a number", param, ctx)
         return found
 
+    def _describe_range(self) -> str:  # click writes "x<=None" where there is no bound
+        return "" if self.min is None and self.max is None else super()._describe_range()
+
 
 class HintedUsageError(click.UsageError):
     """A usage error with a specific hint.

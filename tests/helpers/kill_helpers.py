@@ -216,3 +216,15 @@ def unmounted(folder):
     finally:
         if folder.is_mount():
             subprocess.run(["umount", "-l", folder], check=True)
+
+
+def run_after_20_kills(command):
+    """Kill a command 20 times after a line or a few on stderr, then let it end."""
+    for kill in range(20):
+        with subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, start_new_session=True
+        ) as process:
+            for _ in range(1 + kill % 4):
+                process.stderr.readline()  # work that has begun, or the end
+            os.killpg(process.pid, signal.SIGKILL)
+    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)

@@ -1,8 +1,6 @@
 """Rollouts of SkyRL's and verl's own classes are kept and train here: `make test-hooks`."""
 
 import json
-import os
-import subprocess
 
 import pytest
 
@@ -11,6 +9,7 @@ import trainer
 from rollout_io.cli.main import run
 from tests.conftest import ROOT
 from tests.helpers.configs import train_config
+from tests.helpers.peer_environment import report_of
 
 pytestmark = [pytest.mark.nightly, pytest.mark.model]
 PEERS = {
@@ -24,21 +23,10 @@ DATASETS = {"skyrl_hook.py": ("ds", "dumped"), "verl_hook.py": ("ds",)}
 @pytest.fixture(scope="module", params=PEERS)
 def step(request, small_smollm2, tmp_path_factory):
     """The datasets and the report of a training step in the framework's environment."""
-    python, script = ROOT / request.param / "bin" / "python", PEERS[request.param]
-    if not python.exists():
-        pytest.skip(f"no {request.param}: run `make test-hooks`")
-    out = tmp_path_factory.mktemp("hook")
-    helper = str(ROOT / "tests" / "helpers" / script)
-    done = subprocess.run(
-        [str(python), "-W", "ignore", helper, str(small_smollm2), str(out)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [out / name for name in DATASETS[script]], json.loads(done.stdout.splitlines()[-1])
+    script, out = PEERS[request.param], tmp_path_factory.mktemp("hook")
+    helper = ROOT / "tests" / "helpers" / script
+    report = report_of(request.param, "test-hooks", helper, small_smollm2, out)
+    return [out / name for name in DATASETS[script]], report
 
 
 def test_the_rows_are_valid_and_audit_as_labelled(step, small_smollm2, capsys):

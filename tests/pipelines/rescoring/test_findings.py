@@ -1,10 +1,7 @@
 """Findings beside a dataset: planted ones found with their spans, each once, and never of other rows."""
 
 import json
-import os
 import shutil
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -23,6 +20,7 @@ from rollout_io.cli.main import run
 from rollout_io.dataset.versions import FINDINGS, count_findings, read_version
 from schemas.errors import ConfigError, InputError
 from tests.helpers.filter_helpers import ids, one_step, relaxed, table
+from tests.helpers.kill_helpers import run_after_20_kills
 
 FUNCTIONS = """
 from pipelines.rescoring.attempts import Finding
@@ -343,14 +341,7 @@ def test_a_run_killed_20_times_stores_every_finding_once(tmp_path):
     dataset = write(tmp_path / "ds", *one_step(*[0.0] * 60), optional=())
     command = [sys.executable, "-m", "rollout_io", "rescore", dataset, "--workers", "2"]
     command += ["--findings", "own_finders:tell", "-q"]
-    for kill in range(20):
-        with subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, start_new_session=True
-        ) as process:
-            for _ in range(1 + kill % 4):
-                process.stderr.readline()  # a trajectory that is being read, or the end
-            os.killpg(process.pid, signal.SIGKILL)
-    assert subprocess.run(command, check=True, stderr=subprocess.DEVNULL).returncode == 0
+    run_after_20_kills(command)
     stored = found_in(dataset, "tell")
     assert {name: [one["text"] for one in found] for name, found in stored.items()} == {
         f"a_{n}": [f"{k} of {n}" for k in range(n % 3)] for n in range(60)

@@ -1,10 +1,7 @@
 """New rewards beside a dataset: each trajectory once, whatever the function does."""
 
 import json
-import os
 import shutil
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -26,6 +23,7 @@ from schemas.errors import ConfigError, InputError
 from schemas.metadata import DatasetMetadata
 from tests.helpers.configs import train_config
 from tests.helpers.filter_helpers import one_step, table
+from tests.helpers.kill_helpers import run_after_20_kills
 from trainer.run.check_dataset import scan_rows
 
 OPTIONAL = ("messages", "response_text", "metrics")
@@ -428,14 +426,7 @@ def test_a_run_killed_20_times_scores_every_trajectory_once(tmp_path):
     dataset = write(tmp_path / "ds", *one_step(*[0.0] * 60))
     command = [sys.executable, "-m", "rollout_io", "rescore", dataset, "--workers", "2"]
     command += ["--reward", "own_rewards:told", "-q"]
-    for kill in range(20):
-        with subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, start_new_session=True
-        ) as process:
-            for _ in range(1 + kill % 4):
-                process.stderr.readline()  # a trajectory that is being scored, or the end
-            os.killpg(process.pid, signal.SIGKILL)
-    assert subprocess.run(command, check=True, stderr=subprocess.DEVNULL).returncode == 0
+    run_after_20_kills(command)
     scores, _ = read_version(dataset, "told")
     assert scores["trajectory_id"].n_unique() == len(scores) == 60
     assert scores_of(dataset, "told") == {f"a_{n}": float(n) for n in range(60)}
