@@ -1,6 +1,6 @@
 # Everything runs in .venv, which the first target that needs it makes; vLLM in .venv-vllm, the harnesses
 # that are recorded in its tests in .venv-clients, SkyRL, whose trainer takes our outputs, in .venv-skyrl,
-# verl, which keeps its rollouts with a hook of ours, in .venv-verl, an object store and its client, which need an older python-dateutil than ours, in .venv-s3, and the
+# verl and verifiers, which keep their rollouts with hooks of ours, in .venv-verl and .venv-verifiers, an object store and its client, which need an older python-dateutil than ours, in .venv-s3, and the
 # lowest versions that pyproject.toml allows in .venv-lowest.
 
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
@@ -15,6 +15,7 @@ SKYRL := .venv-skyrl
 SKYRL_NEW := .venv-skyrl-0.4
 HARBOR := .venv-harbor
 VERL := .venv-verl
+VERIFIERS := .venv-verifiers
 TRACKERS := .venv-trackers
 S3 := .venv-s3
 LOWEST := .venv-lowest
@@ -79,8 +80,8 @@ test-gpu: $(READY) $(MODEL)/model.safetensors  ## Run the tests that need a CUDA
 test-skyrl: $(READY) $(MODEL)/model.safetensors $(SKYRL)/.ready $(SKYRL_NEW)/.ready $(HARBOR)/.ready  ## Run SkyRL's own functions on our outputs, and Harbor's trials
 	$(BIN)/python -m pytest -m nightly tests/slow/test_skyrl_peer.py tests/slow/test_harbor_trials.py
 
-test-hooks: $(READY) $(MODEL)/model.safetensors $(SKYRL)/.ready $(SKYRL_NEW)/.ready $(VERL)/.ready  ## Keep rollouts inside SkyRL and verl, and train on them
-	$(BIN)/python -m pytest -m nightly tests/slow/test_framework_hooks.py
+test-hooks: $(READY) $(MODEL)/model.safetensors $(SKYRL)/.ready $(SKYRL_NEW)/.ready $(VERL)/.ready $(VERIFIERS)/.ready  ## Keep rollouts inside SkyRL, verl and verifiers, and train on them
+	$(BIN)/python -m pytest -m nightly tests/slow/test_framework_hooks.py tests/slow/test_verifiers_hook.py
 
 test-trackers: $(TRACKERS)/.ready $(MODEL)/model.safetensors  ## Log rollouts to MLflow, W&B (offline) and TensorBoard
 	OMP_NUM_THREADS=1 $(TRACKERS)/bin/python -m pytest -m "" tests/trainer/run/test_samples.py
@@ -128,7 +129,7 @@ format: $(READY)  ## Format the sources
 	$(BIN)/ruff format .
 
 clean:  ## Remove the environment, the caches and the demo's runs
-	rm -rf $(VENV) $(VLLM) $(CLIENTS) $(SKYRL) $(SKYRL_NEW) $(HARBOR) $(VERL) $(TRACKERS) $(S3) $(LOWEST) $(PAGE)/node_modules .cache runs .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(CLIENTS) $(SKYRL) $(SKYRL_NEW) $(HARBOR) $(VERL) $(VERIFIERS) $(TRACKERS) $(S3) $(LOWEST) $(PAGE)/node_modules .cache runs .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or later is needed: make PYTHON=/path/to/python3"; exit 1; }
@@ -224,6 +225,11 @@ $(VERL)/.ready: constraints-verl.txt | $(READY)
 	test -x $(VERL)/bin/python || $(BIN)/uv venv --quiet --python 3.11 $(VERL)
 	$(UV_INSTALL) $(VERL)/bin/python -c constraints-verl.txt \
 		verl TransferQueue cachetools fastapi msgspec polars sqlglot torch uvicorn
+	@touch $@
+
+$(VERIFIERS)/.ready: | $(READY)
+	test -x $(VERIFIERS)/bin/python || $(BIN)/uv venv --quiet --python 3.11 $(VERIFIERS)
+	$(UV_INSTALL) $(VERIFIERS)/bin/python 'verifiers==0.4.*' fsspec msgspec polars pyarrow zstandard
 	@touch $@
 
 # Harbor needs Python 3.12; the policy runs in our own environment.
