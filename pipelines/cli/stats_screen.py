@@ -94,6 +94,9 @@ def _counts(numbers: Mapping[str, Any]) -> Iterable[RenderableType]:
     )
     if without:
         yield Text(f"{count(without, 'row')} without log-probabilities")
+    if retokenized := numbers["num_rows_retokenized"]:
+        text = "re-tokenized from text: ids are approximate"
+        yield Text(f"{count(retokenized, 'row')} {text}")
     if reasons := numbers["stop_reasons"]:
         listed = [f"{_shown(name)} {num:,}" for name, num in list(reasons.items())[:5]]
         yield Text(f"stop reasons: {', '.join(listed)}{', ...' if len(reasons) > 5 else ''}")

@@ -94,7 +94,14 @@ class Attempt:
 
     @cached_property
     def turns(self) -> dict[str | None, list[dict[str, Any]]]:
-        """What each agent said and was told: see `pipelines.turns.lanes_of`."""
+        """What each agent said and was told: see `pipelines.turns.lanes_of`.
+
+        Raises:
+            InputError: `no_turns`: the log has the conversation as one text, without roles.
+        """
+        if any((row.get("messages") or "").startswith('"') for row in self.rows):
+            got = "the log has the conversation as text without roles"
+            raise InputError("no_turns", self.trajectory_id, got, "messages with roles")
         numbers = zip(self.rows, self.num_prompt_tokens, strict=True)
         steps = [
             {

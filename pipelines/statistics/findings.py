@@ -31,11 +31,15 @@ def finding_numbers(dataset: str) -> list[dict[str, Any]]:
     numbers: list[dict[str, Any]] = []
     for name in version_names(dataset, FINDINGS):
         empty = {"name": name, "label": None, "num_findings": 0, "num_trajectories": 0}
+        unknown = {"name": name, "label": None, "num_findings": None, "num_trajectories": None}
         try:
             found = exploded(dataset, name)
         except InputError as error:
-            unknown = {"num_findings": None, "num_trajectories": None, "problem": str(error)}
-            numbers.append(empty | unknown)
+            numbers.append(unknown | {"problem": str(error)})
+            continue
+        values, _ = read_version(dataset, name, FINDINGS)
+        if len(values) and values["findings"].null_count() == len(values):
+            numbers.append(unknown | {"problem": "the function failed for every trajectory"})
             continue
         counts = found.group_by("name", "label").agg(
             num_findings=pl.len(), num_trajectories=pl.col("trajectory_id").n_unique()

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import polars as pl
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipelines.merging.segments import sampled_lengths
 from pipelines.rewards import Outcome, are_equal, mean_of, trajectory_returns
@@ -20,6 +21,7 @@ from rollout_io.dataset.prefix_layout import is_encoded
 from rollout_io.dataset.reader import iter_tables, pieces, scan
 from rollout_io.dataset.returns import dataset_outcome
 from rollout_io.dataset.storage import PathLike
+from schemas.messages import RETOKENIZED
 from schemas.numpy_arrays import to_arrow, to_frame, to_numpy
 from schemas.ragged import Ragged, list_lengths, offsets_of
 from schemas.types import as_table
@@ -31,6 +33,7 @@ _LENGTHS: dict[str, pl.DataType] = {
     "sampled": pl.Int64(),
     "trained": pl.Int64(),
     "without_logprobs": pl.Boolean(),
+    "retokenized": pl.Boolean(),
 }
 
 
@@ -51,7 +54,8 @@ def dataset_statistics(
     Returns:
         num_rows, num_trajectories, num_groups, num_failed, num_unknown_reward, num_tokens (prompt +
         response), num_prompt_tokens, num_response_tokens (sampled), num_environment_tokens (in
-        responses, but not sampled: tool results), num_trained_tokens, num_rows_without_logprobs, rows_per_trajectory_{mean,max},
+        responses, but not sampled: tool results), num_trained_tokens,
+        num_rows_without_logprobs, num_rows_retokenized, rows_per_trajectory_{mean,max},
         {prompt,response}_tokens_per_row_{mean,max}, reward_{mean,min,max},
         num_groups_with_variance, num_groups_with_failed, stop_reasons (number of rows by reason).
     """
@@ -65,7 +69,7 @@ class Summary:
     Attributes:
         numbers: The result of `dataset_statistics`.
         lengths: One line per row of the dataset: trajectory_id; prompt, response, sampled (of
-            the response) and trained (numbers of tokens); without_logprobs.
+            the response) and trained (numbers of tokens); without_logprobs; retokenized.
         returns: One line per trajectory: instance_id, trajectory_id, return, error.
     """
 
@@ -117,7 +121,9 @@ def _returns_and_reasons(
 
 
 def _used(frame: pl.LazyFrame) -> list[str]:
-    optional = [n for n in ("rollout_logprobs", "segments") if n in frame.collect_schema()]
+    optional = [
+        n for n in ("rollout_logprobs", "segments", "token_source") if n in frame.collect_schema()
+    ]
     return ["trajectory_id", "prompt_token_ids", "response_ids", "loss_mask", *optional]
 
 
@@ -145,6 +151,9 @@ def row_lengths(table: pa.Table) -> pl.DataFrame:
     without = response > 0
     if "rollout_logprobs" in table.column_names:
         without &= to_numpy(table.column("rollout_logprobs").is_null())
+    is_retokenized = np.zeros(table.num_rows, bool)
+    if "token_source" in table.column_names:
+        is_retokenized = to_numpy(pc.equal(table.column("token_source"), RETOKENIZED))
     columns = {
         "trajectory_id": table.column("trajectory_id"),
         "prompt": to_arrow(prompt),
@@ -152,6 +161,7 @@ def row_lengths(table: pa.Table) -> pl.DataFrame:
         "sampled": to_arrow(sampled_lengths(table)),
         "trained": to_arrow(np.diff(offsets_of(masks.values)[masks.offsets])),
         "without_logprobs": to_arrow(without),
+        "retokenized": to_arrow(is_retokenized),
     }
     return to_frame(columns).cast(pl.Schema(_LENGTHS))
 
@@ -167,6 +177,7 @@ def _rows(rows: pl.DataFrame) -> dict[str, Any]:
         "num_response_tokens": num_sampled,
         "num_environment_tokens": num_response - num_sampled,
         "num_rows_without_logprobs": int(rows["without_logprobs"].sum()),
+        "num_rows_retokenized": int(rows["retokenized"].sum()),
         "rows_per_trajectory_mean": steps.mean(),
         "rows_per_trajectory_max": steps.max(),
         "prompt_tokens_per_row_mean": rows["prompt"].mean(),

@@ -85,8 +85,8 @@ def tool_calls() -> pl.Expr:
     A call failed if its result did (`has_failed`); `failed` is null without a result.
 
     Returns:
-        list<struct<key: uint64, name, failed: bool>> per row; null where `messages` is null or no
-        JSON.
+        list<struct<key: uint64, name, failed: bool>> per row; null where `messages` is null, no
+        JSON, or text without roles.
     """
     return pl.struct(CALLED).map_batches(
         _calls_of_rows, return_dtype=TOOL_CALLS, is_elementwise=True
@@ -132,7 +132,7 @@ def _calls_of_rows(rows: pl.Series) -> pl.Series:
 
 def _calls_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     text = row["messages"]
-    if text is None:
+    if text is None or text.startswith('"'):  # null, or a conversation as text without roles
         return None
     is_said = row["is_last_step"] and row["token_source"] != RETOKENIZED
     response = row["response_text"] if is_said else None
@@ -166,8 +166,7 @@ def has_failed(result: Mapping[str, Any]) -> bool:
     """True if a tool's result says that the call failed: the one definition of a failed call.
 
     The result is marked as an error (`is_error`, `status`), or begins like one: "Error",
-    "Traceback", "Command failed", "Exception", "Exit code" with another number than 0. A mark that
-    the messages of a format do not keep, such as Claude Code's `is_error`, is not seen.
+    "Traceback", "Command failed", "Exception", "Exit code" with another number than 0.
 
     Args:
         result: A message or part of a message, of any API.

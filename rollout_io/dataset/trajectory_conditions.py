@@ -75,6 +75,7 @@ _NEEDED = ("error", TASK, *CALLED)
 
 _FOLDS: dict[str, Fold] = {"any": pl.Expr.any, "all": pl.Expr.all, "last": pl.Expr.last}
 _COUNTS = {"tool_calls": False, "tool_errors": True}
+TOOL_FUNCTIONS = tuple(f"{name}(" for name in _COUNTS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

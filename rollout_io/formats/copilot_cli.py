@@ -22,7 +22,7 @@ import msgspec
 
 from rollout_io.formats.contexts import SUMMARIES, Contexts
 from rollout_io.formats.engines.sessions import Line, Names, Sessions
-from rollout_io.formats.parsing.content import NO_JSON, json_text, known, tool_call
+from rollout_io.formats.parsing.content import NO_JSON, json_text, known, tool_call, tool_result
 from rollout_io.formats.parsing.notes import note
 from rollout_io.formats.start import like
 
@@ -188,8 +188,9 @@ class _Session:
             case _Answer():
                 self._answer(data, log, where, key)
             case _Result():
-                result = {"role": "tool", "content": _result(data)}
-                log.say([result | known({"tool_call_id": data.tool_call_id})], where, key)
+                failed = data.error is not None
+                result = tool_result(_result(data), data.tool_call_id, is_error=failed)
+                log.say([result], where, key)
             case _Compacted(summary_content=str(summary)) if summary:
                 note(SUMMARIES)
                 log.replace()

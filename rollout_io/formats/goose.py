@@ -45,7 +45,7 @@ _PARTS = Contents(
     },
     leaves={
         "facts about a part": "*/annotations */_meta */metadata toolRequest/toolCall.status "
-        "toolResponse/toolResult.status result/isError",
+        "toolResponse/toolResult.status",
         "why a call could not be read": "toolRequest/toolCall.error",
         "repeats the text": "result/structuredContent",
         "encrypted, for the API": "thinking/signature redactedThinking",
@@ -65,6 +65,11 @@ class _Told(msgspec.Struct, gc=False):
 
     value: Any = None
     error: str | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        marked = isinstance(self.value, Mapping) and self.value.get("isError") is True
+        return marked or self.error is not None
 
 
 class _Part(msgspec.Struct, gc=False, rename="camel"):
@@ -220,7 +225,12 @@ def _part(part: _Part, where: str) -> Part | None:
                 [known({n: v for n, v in msgspec.structs.asdict(p).items() if n in _SENT and v})
                  for p in shown]
             )  # fmt: skip
-        return Part(type="tool_result", tool_use_id=part.id, content=msgspec.Raw(encoded))
+        return Part(
+            type="tool_result",
+            tool_use_id=part.id,
+            content=msgspec.Raw(encoded),
+            is_error=result.has_failed,
+        )
     if part.type == "image":
         source = {"type": "base64", "media_type": part.mime_type, "data": part.data}
         return Part(type="image", source=known(source))

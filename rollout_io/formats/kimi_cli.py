@@ -41,6 +41,7 @@ from rollout_io.formats.parsing.content import (
     known,
     shown,
     tool_call,
+    tool_result,
 )
 from rollout_io.formats.start import like
 
@@ -116,6 +117,7 @@ class Logged(msgspec.Struct, gc=False):
 
 class _Result(msgspec.Struct, gc=False):
     output: _Content = None
+    is_error: bool | None = msgspec.field(name="isError", default=None)
 
 
 class _Event(msgspec.Struct, gc=False, rename="camel"):
@@ -206,8 +208,10 @@ class _Wire:
             piece = {"role": "assistant", "content": "", "tool_calls": [call]}
             extend(self._step(event.step_uuid, where), piece)
         elif event.type == "tool.result":
-            result = _said("tool", event.result.output if event.result is not None else None)
-            self.log.say([result | known({"tool_call_id": event.tool_call_id})], where)
+            result = event.result or _Result()
+            content = _said("tool", result.output)["content"]
+            message = tool_result(content, event.tool_call_id, is_error=result.is_error)
+            self.log.say([message], where)
 
     def _step(self, uuid: str | None, where: str) -> Message:
         key = uuid or where

@@ -41,9 +41,9 @@ from rollout_io.formats.parsing.content import (
     Part,
     extend,
     json_text,
-    known,
     shown,
     tool_call,
+    tool_result,
 )
 from rollout_io.formats.parsing.notes import note
 
@@ -356,7 +356,7 @@ def _result(state: _State, call_id: str | None) -> Message:
     found += [
         _file(a.get("mime"), a.get("url"), a.get("filename")) for a in state.attachments or ()
     ]
-    return known({"role": "tool", "content": shown(found), "tool_call_id": call_id})
+    return tool_result(shown(found), call_id, is_error=state.status == "error")
 
 
 ADAPTER = Rows(

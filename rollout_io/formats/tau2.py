@@ -179,6 +179,7 @@ def _messages(logged: list[Any], where: str) -> Iterator[Message]:
             "content": each.get("content") or "",
             "tool_calls": calls or None,
             "tool_call_id": each.get("id") if role == "tool" else None,
+            "is_error": True if role == "tool" and each.get("error") is True else None,
         }
         yield from read_messages([raw_of(known(fields))], f"{where}[{i}]")
 

@@ -59,7 +59,7 @@ _GROUPS = "inferred: lines of one file and step with the same input"
 _TEXT = "decoded without special tokens: the ids are approximate"
 NO_IDS = (
     "runs without token ids, log-probabilities and loss mask, which verl's dumps lack"
-    " (rollout_io.hooks.verl keeps them)"
+    " (a hook in verl keeps them: docs/guides/keep_rollouts.md)"
 )
 TOOL_RESULTS = (
     "runs with what looks like tool results, which train as if the model had sampled them"

@@ -32,6 +32,7 @@ from rollout_io.formats.parsing.content import (
     raw_of,
     shown,
     tool_call,
+    tool_result,
 )
 from rollout_io.formats.parsing.jsonl import decode_line
 
@@ -48,7 +49,7 @@ BLOCKS = Contents(
         "tool_use": "id name input",
         "server_tool_use": "id name input",
         "mcp_tool_use": "id name input",
-        "tool_result": "tool_use_id content",
+        "tool_result": "tool_use_id content is_error",
         "tool_reference": "tool_name",
         "image": "source",
         "image_url": "image_url",
@@ -186,7 +187,7 @@ def _call(part: Part, where: str) -> Message:
 
 def _result(part: Part, where: str) -> Message:
     content = parts_of_result(part, where)
-    return known({"role": "tool", "content": shown(content), "tool_call_id": part.tool_use_id})
+    return tool_result(shown(content), part.tool_use_id, is_error=part.is_error)
 
 
 def parts_of_result(part: Part, where: str) -> list[Part]:
@@ -209,7 +210,7 @@ def _server_result(part: Part) -> Message:
     if not is_text:
         value = _without_encrypted(_ANY_DECODER.decode(part.content))
         text = canonical_json(msgspec.json.encode(value))
-    return known({"role": "tool", "content": text, "tool_call_id": part.tool_use_id})
+    return tool_result(text, part.tool_use_id)
 
 
 def _without_encrypted(value: Any) -> Any:

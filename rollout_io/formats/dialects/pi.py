@@ -20,7 +20,15 @@ from msgspec.structs import replace
 from rollout_io.formats.contents import Contents
 from rollout_io.formats.dialects import anthropic
 from rollout_io.formats.dialects.responses import tools as openai_tools
-from rollout_io.formats.parsing.content import NO_JSON, Message, Part, all_text, known, shown
+from rollout_io.formats.parsing.content import (
+    NO_JSON,
+    Message,
+    Part,
+    all_text,
+    known,
+    shown,
+    tool_result,
+)
 from rollout_io.formats.parsing.notes import note
 
 BLOCKS = Contents(
@@ -46,7 +54,7 @@ MESSAGE = Contents(
         "user": "",
         "system": "sections toolsAdded toolsRemoved",
         "assistant": "stopReason errorMessage model",
-        "toolResult": "toolCallId",
+        "toolResult": "toolCallId isError",
         "bashExecution": "command output exitCode cancelled truncated fullOutputPath "
         "excludeFromContext",
         "custom": "",
@@ -55,7 +63,7 @@ MESSAGE = Contents(
     },
     leaves={
         "facts about a message": " ".join(f"*/{name}" for name in _FACTS.split()),
-        "details for display": "toolResult/toolName toolResult/details toolResult/isError "
+        "details for display": "toolResult/toolName toolResult/details "
         "custom/customType custom/display custom/details branchSummary/fromId user/sender",
     },
     inner=dict.fromkeys(
@@ -94,6 +102,7 @@ class PiMessage(msgspec.Struct, gc=False, rename="camel"):
     stop_reason: str | None = None
     error_message: str | None = None
     tool_call_id: str | None = None
+    is_error: bool | None = None
     summary: str | None = None
     command: str | None = None
     output: str | None = None
@@ -162,8 +171,7 @@ def messages_of(given: PiMessage, where: str) -> list[Message]:
     if given.role == "custom" and not parts:
         return []
     if given.role == "toolResult":
-        fields = {"role": "tool", "content": shown(parts), "tool_call_id": given.tool_call_id}
-        return [known(fields)]
+        return [tool_result(shown(parts), given.tool_call_id, is_error=given.is_error)]
     role = _ROLES.get(given.role)
     return anthropic.messages_of(role, parts, where) if role is not None else []
 

@@ -34,6 +34,7 @@ class Part(msgspec.Struct, gc=False):
     input: msgspec.Raw = NO_JSON
     tool_use_id: str | None = None
     content: msgspec.Raw = NO_JSON
+    is_error: bool | None = None
     tool_name: str | None = None
     title: str | None = None
     refusal: str | None = None
@@ -224,6 +225,12 @@ def filled(**texts: str | None) -> dict[str, str]:
 def known(fields: Message) -> Message:
     """Return the fields that have a value."""
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def tool_result(content: Any, call_id: str | None, *, is_error: bool | None = None) -> Message:
+    """Return the message of a tool's result, marked if the log says that the call failed."""
+    mark = is_error or None
+    return known({"role": "tool", "content": content, "tool_call_id": call_id, "is_error": mark})
 
 
 def raw_of(value: Any) -> msgspec.Raw:

@@ -56,7 +56,7 @@ PARTS = Contents(
 _CHAT = Contents(
     reads={
         "": "role reasoning_content reasoning thinking thinking_blocks tool_calls tool_call_id "
-        "tool_call_ids name active weight loss_mask step_loss_mask loss train training"
+        "tool_call_ids is_error name active weight loss_mask step_loss_mask loss train training"
     },
     inner={"content": PARTS},
 )
@@ -101,6 +101,7 @@ class _Chat(msgspec.Struct, gc=False):
     tool_calls: list[_ToolCall | str] | None = None
     tool_call_id: str | None = None
     tool_call_ids: list[str] | None = None
+    is_error: bool | None = None
     name: str | None = None
 
     @property
@@ -244,6 +245,7 @@ def _of_chat(chat: _Chat, where: str) -> list[Message]:
         "tool_calls": [*calls, *message.get("tool_calls", ())] or None,
         "tool_call_id": chat.tool_call_id or next(iter(chat.tool_call_ids or ()), None),
         "name": chat.name,
+        "is_error": chat.is_error or None,
     }
     found = [*before, message | known(beside)]
     if chat.thought is not None:

@@ -168,7 +168,7 @@ def test_the_engine_gets_the_conversation_as_chat_messages(engine, tmp_path):
                 ],
             },
             {"role": "tool", "content": "a", "tool_call_id": "t1"},
-            {"role": "tool", "content": "b", "tool_call_id": "t2"},
+            {"role": "tool", "content": "b", "tool_call_id": "t2", "is_error": True},
             {"role": "user", "content": "Go on."},
             {
                 "role": "user",

@@ -140,3 +140,18 @@ def test_unknown_and_none_are_different_in_the_table():
     rows = table(("a", 0, [{}]), ("b", 0, [{"messages": "[]"}]), optional=("messages",))
     assert grouped(rows, "instance_id")["num_tool_calls_mean"].to_list() == [None, 0.0]
     assert tools(rows).is_empty()
+
+
+def test_calls_in_a_conversation_as_text_without_roles_are_unknown(tmp_path, capsys):
+    call = "<tool_call>{}</tool_call>"
+    rows = table(("text", 0, [{"messages": json.dumps(f"user\n{call}")}]), optional=("messages",))
+    filtered, _ = apply_filters(rows, [where("num_tool_calls IS NULL")])
+    assert len(filtered.collect()) == len(rows)
+    path = str(tmp_path / "ds")
+    with RolloutWriter(path) as writer:
+        writer.write(rows)
+    run(["rescore", path, "--findings", "loops"])
+    capsys.readouterr()
+    assert run(["stats", path, "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)["findings"]
+    assert (told["name"], told["num_findings"]) == ("loops", None)

@@ -42,6 +42,7 @@ def test_the_worked_example_has_two_rows_of_one_trajectory(tmp_path):
         "num_environment_tokens": 0,
         "num_trained_tokens": 2,
         "num_rows_without_logprobs": 2,
+        "num_rows_retokenized": 0,
         "rows_per_trajectory_mean": 2.0,
         "rows_per_trajectory_max": 2,
         "prompt_tokens_per_row_mean": 3.0,

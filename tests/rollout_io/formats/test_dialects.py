@@ -44,7 +44,7 @@ def test_anthropics_blocks_become_messages_in_their_order():
         ),
         said(reasoning_content="Again.", tool_calls=[call("b", "ls")]),
         {"role": "tool", "content": [{"type": "text", "text": "x"}, IMAGE], "tool_call_id": "a"},
-        {"role": "tool", "content": "y", "tool_call_id": "b"},
+        {"role": "tool", "content": "y", "tool_call_id": "b", "is_error": True},
         {"role": "user", "content": "Go on."},
     ]
 
