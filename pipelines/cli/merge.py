@@ -83,4 +83,6 @@ def merge(
         emit_json(asdict(counts))
     note(f"rows    {counts.num_rows_before:>9,} -> {counts.num_rows_after:,}")
     note(f"tokens  {counts.num_tokens_before:>9,} -> {counts.num_tokens_after:,}")
+    if undo and counts.num_rows_after == counts.num_rows_before:
+        note("no row was merged, so there was nothing to undo")
     next_command("rollouts", "stats", out)

@@ -17,7 +17,12 @@ from pipelines.rewards import Outcome, fold_trajectories
 from pipelines.tables import Frame, as_lazy
 from rollout_io.dataset.conditions import POLARS_ERRORS, check_columns, types_in
 from rollout_io.dataset.returns import Fold, joined_steps
-from rollout_io.dataset.trajectory_conditions import TrajectoryCondition, decided, evaluate
+from rollout_io.dataset.trajectory_conditions import (
+    TOOL_FUNCTIONS,
+    TrajectoryCondition,
+    decided,
+    evaluate,
+)
 from schemas.errors import ConfigError, InputError, count
 
 _IS_MASKED = "is masked"
@@ -159,7 +164,8 @@ def apply_filters(
         The kept rows, in order; and the report.
 
     Raises:
-        InputError: `nothing_left`: the filters drop every trajectory of a non-empty frame.
+        InputError: `nothing_left`: the filters drop every trajectory of a non-empty frame;
+            `unknown_return`: a filter compares returns, and no trajectory has one.
 
     Example:
         >>> rows, counts = apply_filters("rollouts/", zero_variance())
@@ -168,6 +174,11 @@ def apply_filters(
     if not filters:
         return as_lazy(frame), pl.DataFrame(schema=REPORT_COLUMNS)
     verdicts = judge(frame, filters, outcome)
+    compares = [f.name for f in filters if "return" in f.drops.meta.root_names()]
+    if compares and len(verdicts) and verdicts["return"].is_null().all():
+        got = "no trajectory has a known return"
+        hint = "add rewards: rollouts convert --rewards, or rollouts rescore and --reward NAME"
+        raise InputError("unknown_return", compares[0], got, hint=hint)
     counts = report(verdicts, filters)
     refuse_nothing(verdicts, counts, "filters")
     return keep(frame, verdicts), counts
@@ -182,6 +193,8 @@ def refuse_nothing(verdicts: pl.DataFrame, counts: pl.DataFrame, where: str) -> 
     why = "; ".join(f"{name}: {number} dropped" for name, number in found)
     got = f"no trajectory is left: kept 0 of {count(len(verdicts), 'trajectory')} ({why})"
     hint = "loosen the filter that dropped the most, or inspect the data: rollouts stats DS"
+    if any(function in name for name, _ in found for function in TOOL_FUNCTIONS):
+        hint += " lists the tools (case counts)"
     raise InputError("nothing_left", where, got, hint=hint)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -73,7 +74,11 @@ def fail(
     *,
     num_usable: int = 0,
 ) -> NoReturn:
-    """Raise the first error; if several runs have no token ids, raise one error for all of them."""
+    """Raise the error that rejects the most records; one error for all runs without token ids."""
+    weights = Counter(each.error.hint for each in found)
+    causes = [each for each in found if each.error.rule != INCOMPLETE] or found
+    main = max(causes, key=lambda each: weights[each.error.hint])
+    found = [main, *(each for each in found if each is not main)]
     skip = "or pass --on-error skip to leave such records out and convert "
     skip = f"{skip}{errors.count(num_usable, 'trajectory')}" if num_usable else ""
     alone = list({each.error.where: each for each in found if each.kind == "text"}.values())
@@ -108,17 +113,16 @@ def pointed(error: RolloutError, format_name: str) -> RolloutError:
 def reasons(rejected: Iterable[Rejected]) -> list[Reason]:
     """Return each broken rule with its hint, its number of records and its first error.
 
-    The most frequent reasons come first, and errors caused by other errors last. `first` is the
-    error at the first file and line.
+    Those that reject the most records, with the rest of the runs, come first, and errors caused by
+    other errors last. `first` is the error at the first file and line.
     """
     found: dict[tuple[str, str | None], list[str]] = {}
     for _, error, _ in rejected:
         found.setdefault((error.rule, error.hint), []).append(error.sentence)
-    ordered = sorted(found.items(), key=lambda item: (item[0][0] == INCOMPLETE, -len(item[1])))
-    return [
+    return _ordered(
         {"rule": rule, "num_records": len(said), "first": min(said, key=natural_key), "hint": hint}
-        for (rule, hint), said in ordered
-    ]
+        for (rule, hint), said in found.items()
+    )
 
 
 def merged(ours: Iterable[Reason], theirs: Iterable[Reason]) -> list[Reason]:
@@ -129,4 +133,11 @@ def merged(ours: Iterable[Reason], theirs: Iterable[Reason]) -> list[Reason]:
         known = found.setdefault(key, {**reason, "num_records": 0})
         known["num_records"] += reason["num_records"]
         known["first"] = min(known["first"], reason["first"], key=natural_key)
-    return sorted(found.values(), key=lambda r: (r["rule"] == INCOMPLETE, -r["num_records"]))
+    return _ordered(found.values())
+
+
+def _ordered(reasons: Iterable[Reason]) -> list[Reason]:
+    weights, listed = Counter[str | None](), list(reasons)
+    for reason in listed:
+        weights[reason["hint"]] += reason["num_records"]
+    return sorted(listed, key=lambda r: (r["rule"] == INCOMPLETE, -weights[r["hint"]]))

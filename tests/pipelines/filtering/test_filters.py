@@ -367,6 +367,12 @@ def test_a_filter_that_is_applied_again_changes_nothing(rows, data, outcome):
     assert again["reason"].null_count() == len(again)
 
 
+def test_a_filter_of_returns_is_refused_where_none_is_known():
+    rows = pl.from_arrow(groups(4)).with_columns(reward=pl.lit(None, pl.Float64))
+    with refused("unknown_return", where="zero variance"):
+        apply_filters(rows, zero_variance())
+
+
 def test_filters_compose_lazily_and_read_no_row_twice_before_they_are_used():
     rows = pl.from_arrow(groups(4)).lazy()
     first, _ = apply_filters(rows, [reward_range(minimum=0.5)])

@@ -117,3 +117,10 @@ def test_text_has_no_log_probabilities_to_ask_an_engine_for(tmp_path, smollm2_di
     calls = write(tmp_path / "calls.jsonl", call("a/0"))
     summary = convert([text, calls], tmp_path / "both", **choices).summary
     assert "1 row without log-probabilities" in summary.text("both")
+
+
+def test_the_error_is_the_one_that_rejects_the_most_records(tmp_path):
+    lines = [b"{", call("a/0"), call("b/0", -5), call("b/0"), call("b/0", 12)]
+    error = refusal(write(tmp_path / "calls.jsonl", *lines), tmp_path / "ds")
+    assert error.where.startswith(f"{tmp_path / 'calls.jsonl'}:3")
+    assert error.rule != "json_line"
