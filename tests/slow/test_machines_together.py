@@ -147,7 +147,8 @@ def test_the_script_for_slurm_stops_with_a_checkpoint_and_continues(
     }
     with Started(begin, environment) as job:
         until = time.monotonic() + 200
-        while not (out / "metrics.jsonl").exists() and time.monotonic() < until:
+        metrics = out / "metrics.jsonl"  # exists before the first update
+        while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < until:
             time.sleep(0.001)
         for process in job.processes():  # `scancel` signals the processes of the step
             with suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""Send files of the main process to machines that do not have them: no shared disk is needed."""
+"""Send files to machines that do not have them, and tables to the processes of a machine."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import json
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import polars as pl
 import torch
 from accelerate import Accelerator
 from torch import distributed
 
-from trainer.distributed.meeting import from_main, machines
+from trainer.distributed.meeting import from_main, machines, together
 from trainer.distributed.processes import agreed, gather_bytes, is_first_here
 
 _CHUNK_BYTES = 64 << 20
@@ -48,9 +49,7 @@ def on_this_machine(accelerator: Accelerator, path: Path | None) -> Iterator[Pat
     if b"1" not in gather_bytes(accelerator, b"1" if is_missing else b"0"):
         yield here
         return
-    # Machines may share the directory of temporary files.
-    machine = machines().index(machines()[accelerator.process_index])
-    copies = Path(tempfile.gettempdir()) / f"rollouts-{nonce}-{machine}"
+    copies = _folder(nonce, accelerator.process_index)
     is_writer = is_missing and is_first_here()
     try:
         _send(accelerator, here, copies / here.name if is_writer else None)
@@ -59,6 +58,41 @@ def on_this_machine(accelerator: Accelerator, path: Path | None) -> Iterator[Pat
     finally:
         if is_writer:
             shutil.rmtree(copies, ignore_errors=True)
+
+
+def once_here(make: Callable[[], Sequence[pl.DataFrame]], rank: int) -> list[pl.DataFrame]:
+    """Return tables that the first process of each machine makes, and the others there copy.
+
+    All processes call this together, after they have met.
+
+    Raises:
+        RolloutError: `make` raised it in any process, or a machine cannot store the tables.
+    """
+    if len(machines()) == len(set(machines())):
+        return list(make())
+    tables = list[pl.DataFrame]()
+    folder = _folder(from_main(lambda: secrets.token_hex(8)), rank)
+
+    def write() -> None:
+        if is_first_here():
+            tables.extend(make())
+            folder.mkdir(mode=0o700)
+            for number, table in enumerate(tables):
+                table.write_ipc(folder / f"{number:02}.arrow", compression="uncompressed")
+
+    try:
+        together(write)
+        paths = sorted(folder.glob("*.arrow"))
+        return together(lambda: tables or [pl.read_ipc(path) for path in paths])
+    finally:
+        if is_first_here():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _folder(nonce: str, rank: int) -> Path:
+    """Return a temporary directory of a process's machine; machines may share where those are."""
+    number = machines().index(machines()[rank])
+    return Path(tempfile.gettempdir()) / f"rollouts-{nonce}-{number}"
 
 
 def _send(accelerator: Accelerator, source: Path, copy: Path | None) -> None:

@@ -26,7 +26,7 @@ from trainer.config.train_config import PATHS, TrainConfig, resolved, uses
 from trainer.distributed.launch import make_accelerator
 from trainer.distributed.meeting import machines, together
 from trainer.distributed.processes import agreed, is_first_here
-from trainer.distributed.sending import on_this_machine
+from trainer.distributed.sending import on_this_machine, once_here
 from trainer.run.check_dataset import check_dataset, num_greedy_rows, scan_rows
 from trainer.run.checkpoint import check_files, checkpoint_facts
 from trainer.run.load_models import load_models, prepare
@@ -85,7 +85,9 @@ def open_run(
         say_learning_rate(config)
     if not opened:
         say_attention(accelerator)
-    rollouts, plan, index = together(lambda: _plan(config), lambda planned: _digests(*planned[1:]))
+    rollouts = together(lambda: scan_rows(config))
+    returns, index = once_here(lambda: _tables(config, rollouts), accelerator.process_index)
+    plan = together(lambda: make_plan(returns, config), lambda plan: _digests(plan, index))
     if opened:
         run = replace(opened, config=config)
     else:
@@ -203,11 +205,10 @@ def _digests(plan: Plan, index: pl.DataFrame) -> dict[str, Any]:
     }
 
 
-def _plan(config: TrainConfig) -> tuple[pl.LazyFrame, Plan, pl.DataFrame]:
-    """Return the rows of the dataset, their plan, and their index (`index_rows`)."""
-    rollouts = scan_rows(config)
-    plan = make_plan(dataset_returns(rollouts, config), config)
-    return rollouts, plan, index_rows(rollouts, imitates=config.loss.is_supervised)
+def _tables(config: TrainConfig, rollouts: pl.LazyFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Return the returns of the dataset's trajectories (`dataset_returns`), and the index of its rows."""
+    returns = dataset_returns(rollouts, config)
+    return returns, index_rows(rollouts, imitates=config.loss.is_supervised)
 
 
 def _progress(
