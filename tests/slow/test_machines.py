@@ -153,6 +153,25 @@ def test_a_difference_is_one_sentence_with_machine_and_value_in_every_process(
     assert [lab.files(rank) for rank in (0, 1)] == before
 
 
+def test_a_run_that_the_main_machine_lacks_is_not_resumed_and_the_hint_says_where_it_must_be(
+    lab: Lab,
+) -> None:
+    arguments = lab.arguments("there")
+    lab.train(arguments, arguments)
+    here, there = (machine.path(lab.private / "there") for machine in lab.machines)
+    shutil.copytree(here, there)
+    shutil.rmtree(here)
+    before = lab.files(1, "there")
+    started = [lab.start(rank, "train", f"--resume={lab.private / 'there'}") for rank in (0, 1)]
+    codes = [process.wait(WITHIN_S * 2) for process in started]
+    outputs = [process.output() for process in started]
+    assert codes == [1, 1], outputs
+    for output in outputs:
+        assert "rank 0 on machine0" in output
+        assert "start rank 0 on the machine that has the run" in output
+    assert (lab.files(0, "there"), lab.files(1, "there")) == ([], before)
+
+
 NUM_UPDATES = 60
 
 

@@ -2,6 +2,7 @@
 
 import atexit
 import importlib.util
+import os
 import shlex
 import shutil
 import tempfile
@@ -68,6 +69,10 @@ def config_to_resume(run: str, options: Mapping[str, str | None]) -> Path:
         near = difflib.get_close_matches(Path(run).name, runs, cutoff=0.8)
         names = " or ".join(str(Path(run).parent / name) for name in near)
         hint = f"did you mean {names}?" if near else "start a new run: leave out --resume"
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not near:
+            hint = (
+                "start rank 0 on the machine that has the run, or copy the run to rank 0's machine"
+            )
         raise InputError("resume_config", run, "no run to resume (no config.json)", hint=hint)
     return file
 
