@@ -87,7 +87,7 @@ test-trackers: $(TRACKERS)/.ready $(MODEL)/model.safetensors  ## Log rollouts to
 	OMP_NUM_THREADS=1 $(TRACKERS)/bin/python -m pytest -m "" tests/trainer/run/test_samples.py
 
 test-s3: $(S3)/.ready  ## Read, train and write datasets in a failing object store (minutes)
-	OMP_NUM_THREADS=1 $(S3)/bin/python -m pytest -m nightly tests/slow/test_object_store.py tests/slow/test_store_writers.py
+	OMP_NUM_THREADS=1 $(S3)/bin/python -m pytest -m nightly tests/slow/test_object_store.py tests/slow/test_store_writers.py tests/slow/test_machines_store.py
 
 lint: $(READY) $(PAGE)/node_modules/.ready  ## ruff, mypy (strict), import rules, TypeScript (strict)
 	$(BIN)/ruff check .

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 
 from rollout_io.dataset.storage import Location
 from schemas.errors import InputError
-from trainer.distributed.meeting import together
+from trainer.distributed.meeting import from_main, together
 from trainer.distributed.processes import is_main
 from trainer.run.checkpoint import LATEST, PREFIX
 from trainer.run.messages import say
@@ -34,18 +34,21 @@ def is_remote(out: str) -> bool:
 def local_copy(url: str, *, resume: bool) -> Iterator[Path]:
     """Yield a local directory for a run in a store, with what resuming needs in the main process.
 
+    Its name is the same in all processes, like that of any run.
+
     Raises:
         InputError: `existing_run`: the store has a run that is not to be resumed; `remote_store`: it
             does not answer.
     """
-    folder = Path(tempfile.mkdtemp(prefix="rollouts-run-"))
+    folder = Path(from_main(lambda: tempfile.mkdtemp(prefix="rollouts-run-")))
     store = _STORES[folder] = _RunStore(url, folder)
     try:
         together(lambda: store.begin(resume=resume) if is_main() else None)
         yield folder
     finally:
         del _STORES[folder]
-        shutil.rmtree(folder, ignore_errors=True)
+        if is_main():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def published(out: Path) -> str | None:
