@@ -339,12 +339,14 @@ def _triplet(call: _CallData, where: str) -> Step:
     """Read a call that was exported with the API's `format=triplet`."""
     prompt = strict_ids(bytes(call.prompt_token_ids), "prompt", where)
     response = strict_ids(bytes(call.response_token_ids), "response", where)
-    given, usage = call.response_log_probs, call.usage or Usage()
+    logprobs, usage = call.response_log_probs, call.usage or Usage()
     return Step(
         source=where,
         prompt_token_ids=prompt,
         response_ids=response,
-        rollout_logprobs=None if given is None else logprob_array(given, len(response), where),
+        rollout_logprobs=None
+        if logprobs is None
+        else logprob_array(logprobs, len(response), where),
         num_counted=(usage.prompt_tokens or None, usage.completion_tokens or None),
     )
 
@@ -356,7 +358,7 @@ _is_rollout = is_object_with(["rollout_id", "is_train", "status", "config"])
 def _is_record(value: Any) -> bool:
     """True for an event, a rollout record, or a list of them."""
     values = value if isinstance(value, list) else [value]
-    return any(_is_event(each) or _is_rollout(each) for each in values)
+    return any(_is_event(one) or _is_rollout(one) for one in values)
 
 
 _RECORDS = Records(

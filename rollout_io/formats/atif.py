@@ -239,19 +239,19 @@ def referred_files(path: Path) -> set[Path]:
 
     Unlike `read_run`, it skips missing and unreadable files.
     """
-    found: set[Path] = set()
-    left = [path]
-    while left:
-        file = left.pop()
-        if file.resolve() in found:
+    files: set[Path] = set()
+    waiting = [path]
+    while waiting:
+        file = waiting.pop()
+        if file.resolve() in files:
             continue
-        found.add(file.resolve())
+        files.add(file.resolve())
         try:
             document = read_trajectory(file)
         except (RolloutError, RecursionError):
             continue
-        left += filter(None, (_resolve(name, file) for name in _named_files(document)))
-    return found
+        waiting += filter(None, (_resolve(name, file) for name in _named_files(document)))
+    return files
 
 
 def _named_files(document: Document) -> Iterator[str]:

@@ -138,9 +138,9 @@ def find_sessions(inputs: Sequence[Input], progress: Progress) -> Iterator[Found
     for name, places in sessions.items():
         try:
             key = split_session(name.decode(), places[0].where)
-            kept, copies = without_copies(places)
+            distinct, copies = without_copies(places)
             yield from copies
-            runs.append(Run(instance_id=key[0], repetition_id=key[1], places=kept))
+            runs.append(Run(instance_id=key[0], repetition_id=key[1], places=distinct))
         except RolloutError as error:
             yield from (Rejected(place, error) for place in places)
     keys = {name: natural_key(name) for name in {run.instance_id for run in runs}}
@@ -178,8 +178,8 @@ def read_session(run: Run, options: Options) -> Trajectory:
     last = entries[-1]
     fields = _FIELDS_DECODER.decode(last.content)
     skipped = _NO_METRICS - {options.reward}
-    found = numbers({n: raw for n, raw in fields.items() if n not in skipped}, last.place.where)
-    return Trajectory(steps=steps, reward=last.call.reward, metrics=found, user_values=labels)
+    metrics = numbers({n: raw for n, raw in fields.items() if n not in skipped}, last.place.where)
+    return Trajectory(steps=steps, reward=last.call.reward, metrics=metrics, user_values=labels)
 
 
 def _steps(entries: Sequence[_Entry], run: Run, options: Options) -> Sequence[Logged]:
@@ -236,23 +236,23 @@ def _texts(entries: Sequence[_Entry]) -> Sequence[Conversation | Completion]:
             else:
                 facts |= {"prompt": prompt.messages, "tools": prompt.tools}
                 calls.append(Call(where=where, reply=answer, **facts))
-    kept = {(entry.call.reward, entry.call.policy_version) for entry in entries[:-1]}
-    note(LEFT_OUT, not kept <= {(None, None)})
+    outcomes = {(entry.call.reward, entry.call.policy_version) for entry in entries[:-1]}
+    note(LEFT_OUT, not outcomes <= {(None, None)})
     return [*completions, *(conversations_of(calls) if calls else ())]
 
 
 def _stop_reason(response: Mapping[str, Any]) -> str | None:
     first = (response.get("choices") or [response])[0]
-    found: str | None = (
+    reason: str | None = (
         first.get("finish_reason") or first.get("stop_reason") or first.get("status")
     )
-    return found
+    return reason
 
 
 def _labels(entry: _Entry) -> dict[str, str]:
     """Return the labels of the task in a call; the session names the group."""
-    found = {name: label(getattr(entry.call, name), entry.place.where) for name in TASK_LABELS}
-    labels = {name: text for name, text in found.items() if text and is_name(text)}
+    texts = {name: label(getattr(entry.call, name), entry.place.where) for name in TASK_LABELS}
+    labels = {name: text for name, text in texts.items() if text and is_name(text)}
     for name in labels:
         note(f"sessions with `{name}`, kept as a column (groups: by the names of the sessions)")
     return labels

@@ -94,8 +94,8 @@ class _Log(Sessions):
     def names_of(self, kind: str, fields: bytes, file: File) -> Sequence[str]:
         """Return an answer's content with its uuid, and with that of the line it was copied from."""
         try:
-            if kind == "system:compact_boundary" and (kept := _BOUNDARY.decode(fields).kept):
-                file.kept |= {*(kept.uuids or ())}
+            if kind == "system:compact_boundary" and (segment := _BOUNDARY.decode(fields).kept):
+                file.kept |= {*(segment.uuids or ())}
             line = _ANSWER.decode(fields) if kind == "assistant" else None
             names = () if line is None or line.uuid in file.kept else line.names
         except msgspec.MsgspecError:

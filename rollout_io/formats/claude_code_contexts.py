@@ -113,7 +113,7 @@ class _Session:
                 contexts = log.agent(key, SIDECHAIN) if key else log
                 self.agents.append(_Agent(self, contexts, groups[key]))
                 pending.remove(key)
-        trained = [found for node, found in self.answers.items() if node.trains]
+        trained = [answer for node, answer in self.answers.items() if node.trains]
         note(_EDITED, sum(reply.num_edited for reply, _ in trained))
         note(_UNKNOWN, self.requests.num_unknown)
         sources = {is_sent for _, is_sent in trained}
@@ -180,7 +180,7 @@ class _Agent:
         self.awaited: Kept | None = None
         self.is_cut = self.is_linked = False
         self.began = ""
-        shapes = (each.record.shape for each in lines if isinstance(each.record, Shaped))
+        shapes = (line.record.shape for line in lines if isinstance(line.record, Shaped))
         if (shape := next(filter(None, shapes), None)) is not None:
             log.system, log.tools = session.requests.head(shape)
         if (last := _fork_of(lines)) is not None:
@@ -206,14 +206,14 @@ class _Agent:
         if len(versions) > 1 and not (time and all(began for began, _ in versions[1:])):
             self._lose(_UNKNOWN_PARENT, where)
             return
-        node = next(each for began, each in reversed(versions) if began <= time)
+        node = next(said for began, said in reversed(versions) if began <= time)
         self.log.rewind(node)
         self.log.system = self.log.system or node.head.system
         self.log.tools = self.log.tools or node.head.tools
         path = {*self.log.path()}
-        self.at |= {uuid: each for uuid, each in parent.at.items() if each in path}
+        self.at |= {uuid: said for uuid, said in parent.at.items() if said in path}
         self.at[last] = node
-        self.spoken = {uuid: each for uuid, each in parent.spoken.items() if each in path}
+        self.spoken = {uuid: said for uuid, said in parent.spoken.items() if said in path}
         self.uuids |= self.spoken.keys()
 
     def _lose(self, problem: str, where: str) -> None:
@@ -239,21 +239,21 @@ class _Agent:
             after = self._say(line, is_kept=is_kept)
             if uuid is not None:
                 self.spoken[uuid] = after
-        if kept := self.pending.pop(uuid or "", None):
-            after = self._keep(kept)
+        if nodes := self.pending.pop(uuid or "", None):
+            after = self._keep(nodes)
         if uuid is not None:
             self.at[uuid] = after
 
     def _is_awaited(self, uuid: str | None) -> bool:
         """True for a line that a compaction keeps although it is logged only after the compaction."""
-        kept = self.awaited
-        if kept is None or uuid is None:
+        segment = self.awaited
+        if segment is None or uuid is None:
             return False
-        if kept.uuids is not None:
-            return uuid in kept.uuids
-        is_kept = kept.head_uuid in {None, uuid}
+        if segment.uuids is not None:
+            return uuid in segment.uuids
+        is_kept = segment.head_uuid in {None, uuid}
         if is_kept:
-            self.awaited = None if uuid == kept.tail_uuid else Kept(tail_uuid=kept.tail_uuid)
+            self.awaited = None if uuid == segment.tail_uuid else Kept(tail_uuid=segment.tail_uuid)
         return is_kept
 
     def _is_kept_summary(self, line: Entry, parent: Said | None) -> bool:
@@ -289,10 +289,10 @@ class _Agent:
 
     def _begun(self, name: str) -> tuple[Said, Reply] | None:
         """Return the answer with this name in the current context; None if it has none."""
-        found, node = self.replies.get(name), self.log.tip
-        while found is not None and node is not None and node is not found[0]:
+        begun, node = self.replies.get(name), self.log.tip
+        while begun is not None and node is not None and node is not begun[0]:
             node = node.before
-        return None if node is None else found
+        return None if node is None else begun
 
     def _say(self, line: Entry, *, is_kept: bool) -> Said:
         log, where = self.log, f"{line.where}, message"
@@ -349,31 +349,33 @@ class _Agent:
     def _compact(self, line: Entry) -> None:
         """Begin a new context at a boundary, or at a summary without a boundary."""
         record, is_boundary = line.record, line.content is None
-        kept = self._kept(record.kept if isinstance(record, Boundary) else None)
+        nodes = self._kept(record.kept if isinstance(record, Boundary) else None)
         if not self.is_cut:
             self.log.replace()
             self.began = record.timestamp if isinstance(record.timestamp, str) else ""
         self.is_cut = is_boundary
         note(SUMMARIES, not is_boundary and not self._is_repeated(line))
-        if kept is None:
+        if nodes is None:
             self._lose(_NO_KEPT, line.where)
-        elif kept and isinstance(record, Boundary) and record.kept is not None:
-            self.pending[record.kept.anchor_uuid or record.uuid or ""] = kept
+        elif nodes and isinstance(record, Boundary) and record.kept is not None:
+            self.pending[record.kept.anchor_uuid or record.uuid or ""] = nodes
 
-    def _kept(self, kept: Kept | None) -> list[Said] | None:
+    def _kept(self, segment: Kept | None) -> list[Said] | None:
         """Return the messages that a compaction keeps; None if the log lacks one.
 
         In a session that was forked after a compaction, they are logged after the summary.
         """
-        if kept is None:
+        if segment is None:
             return []
-        if kept.uuids is not None:
-            self.awaited = kept
-            nodes = dict.fromkeys(self.spoken[uuid] for uuid in kept.uuids if uuid in self.spoken)
-            return [*nodes] if self.uuids.issuperset(kept.uuids) else None
-        ends = [kept.head_uuid or "", kept.tail_uuid or ""]
+        if segment.uuids is not None:
+            self.awaited = segment
+            nodes = dict.fromkeys(
+                self.spoken[uuid] for uuid in segment.uuids if uuid in self.spoken
+            )
+            return [*nodes] if self.uuids.issuperset(segment.uuids) else None
+        ends = [segment.head_uuid or "", segment.tail_uuid or ""]
         if self.uuids.issuperset(ends) and not any(uuid in self.at for uuid in ends):
-            self.awaited = kept
+            self.awaited = segment
             return []
         # What follows a summary comes after the messages that it keeps: the line itself is meant.
         first, last = (self.spoken.get(uuid) or self.at.get(uuid) for uuid in ends)
@@ -408,14 +410,14 @@ def _records(lines: Iterable[Line], log: Contexts) -> Iterator[tuple[str, Record
         typed = [
             LINES.typed(bytes(p), at, decode_line)[1] for p, at in zip(parts, places, strict=True)
         ]
-        for at, each in [(where, record), *zip(places, typed, strict=True)]:
-            if isinstance(each, Record):
-                yield at, each, log.is_copied
+        for at, shown in [(where, record), *zip(places, typed, strict=True)]:
+            if isinstance(shown, Record):
+                yield at, shown, log.is_copied
 
 
 def read(lines: Iterator[Line], log: Contexts) -> None:
     """Read the agents of a session; the lines of sub-agents' files come last, as forks need."""
-    records = sorted(_records(lines, log), key=lambda each: session_above(each[0]) is not None)
+    records = sorted(_records(lines, log), key=lambda entry: session_above(entry[0]) is not None)
     requests = Requests()
     for where, record, _ in records:
         requests.add(record, where)

@@ -133,8 +133,8 @@ class Boundary(System, gc=False, rename="camel"):
     @property
     def kept(self) -> Kept | None:
         """What it keeps."""
-        found = self.compact_metadata or _Compaction()
-        return found.preserved_messages or found.preserved_segment
+        compaction = self.compact_metadata or _Compaction()
+        return compaction.preserved_messages or compaction.preserved_segment
 
 
 class Trimmed(System, gc=False, rename="camel"):
@@ -314,8 +314,10 @@ def entries_of(records: Sequence[tuple[str, Record, bool]]) -> list[Entry]:
     replacements, retracted = dict[str | None, str](), set[str]()
     for _, record, _ in records:
         if isinstance(record, Replaced):
-            found = {each.tool_use_id: each.replacement for each in record.replacements or ()}
-            replacements |= {call: text for call, text in found.items() if text is not None}
+            texts = {
+                replaced.tool_use_id: replaced.replacement for replaced in record.replacements or ()
+            }
+            replacements |= {call: text for call, text in texts.items() if text is not None}
         if isinstance(record, Spoken | System):
             retracted |= {*map(_short, record.retracted_message_uuids or ())}
         if isinstance(record, Spoken):
@@ -348,8 +350,8 @@ def _said_in(
             parts = parts_in(message.content)
             if not isinstance(record, Answer):
                 lead = [Part(text=record.hook_text_lead)] if record.hook_text_lead else []
-                said = [*lead, *(_replaced(part, replacements) for part in parts)]
-                return None if record.is_virtual else said, None
+                parts_said = [*lead, *(_replaced(part, replacements) for part in parts)]
+                return None if record.is_virtual else parts_said, None
             text = "".join(part.text or "" for part in parts)
             is_error = bool(record.is_api_error_message) or text.startswith(_API_ERROR)
             if record.is_virtual or (message.is_synthetic and is_error):
@@ -373,7 +375,7 @@ def _attached(record: Attached) -> list[Part]:
     """Return what is sent of an attachment: its text, a queued message, or a picture."""
     attachment = record.attachment
     if record.rendered is not None:
-        return [part for each in record.rendered for part in parts_in(each.content)]
+        return [part for block in record.rendered for part in parts_in(block.content)]
     if attachment.type == QUEUED:
         return parts_in(attachment.prompt)
     file = attachment.content.get("file") if isinstance(attachment.content, dict) else None

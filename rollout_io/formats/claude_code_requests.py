@@ -158,17 +158,17 @@ class Requests:
         """Return a message; what the model wrote is given, unless it is an answer that was read."""
         where, message = f"{self._where}, message {digest[:12]}", self._messages[digest]
         messages = [
-            said | {"role": chat_role(said["role"], is_answered=is_answered)}
-            for said in anthropic.messages([message], where)
+            piece | {"role": chat_role(piece["role"], is_answered=is_answered)}
+            for piece in anthropic.messages([message], where)
         ]
         key = "" if message.get("role") == "assistant" else digest
         return Item(key, messages, where, given=True)
 
     def head(self, shape: Shape | str | None) -> tuple[str | None, list[Message] | None]:
         """Return the system prompt and the tools of a shape or its name; None for what it lacks."""
-        found = shape if isinstance(shape, Shape) else self._shapes.get(shape or "", Shape())
-        text = anthropic.system_prompt(found.system, f"{self._where}, shape.system")
-        return text or None, anthropic.tools(found.tools)
+        known_shape = shape if isinstance(shape, Shape) else self._shapes.get(shape or "", Shape())
+        text = anthropic.system_prompt(known_shape.system, f"{self._where}, shape.system")
+        return text or None, anthropic.tools(known_shape.tools)
 
     def _digests(self, request: Request) -> list[str] | None:
         """Return the digests of a request's messages; None if a base is missing."""
@@ -203,14 +203,14 @@ class Requests:
             if isinstance(line, Answer):
                 key = file, message.get("id")
                 answers[key].setdefault(line.uuid, blocks)
-                callers |= {(file, each.get("id")): key for each in blocks}
+                callers |= {(file, block.get("id")): key for block in blocks}
                 runs[file] = []
                 continue
             put("user", content)
             runs[file] = [*runs[file][1 - _MAX_LINES :], blocks]
             joined: list[Any] = []
-            for each in reversed(runs[file]):
-                joined = [*each, *joined]
+            for run in reversed(runs[file]):
+                joined = [*run, *joined]
                 put("user", joined)
             for block in blocks:
                 if caller := callers.get((file, block.get("tool_use_id"))):
@@ -236,16 +236,16 @@ def digest_of(message: Mapping[str, Any]) -> str:
 
 def _without_cache(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _without_cache(each) for name, each in value.items() if name != _CACHE}
-    return [_without_cache(each) for each in value] if isinstance(value, list) else value
+        return {name: _without_cache(inner) for name, inner in value.items() if name != _CACHE}
+    return [_without_cache(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _decoded(message: msgspec.Raw) -> dict[str, Any]:
     try:
-        found = msgspec.json.decode(message)
+        decoded = msgspec.json.decode(message)
     except msgspec.MsgspecError:
         return {}  # the reader reports the damage
-    return found if isinstance(found, dict) else {}
+    return decoded if isinstance(decoded, dict) else {}
 
 
 def _blocks(content: Any) -> list[dict[str, Any]]:
@@ -281,9 +281,9 @@ class Reply:
             return
         start = self._start(line.api_block_index, states, is_restart=is_restart)
         for at, state in enumerate(states, start):
-            known = self._calls().get(state.id) if _is_call(state) else None
-            if known is not None or at < len(self.blocks):
-                at = at if known is None else known
+            place = self._calls().get(state.id) if _is_call(state) else None
+            if place is not None or at < len(self.blocks):
+                at = at if place is None else place
                 self.blocks[at] = _more_complete(self.blocks[at], state)
             else:
                 self.blocks.append(state)
@@ -339,9 +339,9 @@ def unknown_in(content: Parts, where: str) -> str | None:
     """Return the type of the first part of a message that is neither text nor media."""
     for part in parts_in(content):
         inner_parts = parts_of_result(part, where) if part.type == "tool_result" else [part]
-        for each in inner_parts:
-            if not is_shown(each):
-                return each.type
+        for nested in inner_parts:
+            if not is_shown(nested):
+                return nested.type
     return None
 
 

@@ -148,9 +148,9 @@ def read(document: Document, run: Run, _: Options) -> Trajectory:
     """Read the contexts of a task, and of its sub-agents."""
     main = Contexts()
     for i, place in enumerate(run.places):
-        each = _document(place) if i else document
-        name = each.origin.agent or place.where
-        _say(each, place.where, main.agent(place.where, name) if i else main)
+        other = _document(place) if i else document
+        name = other.origin.agent or place.where
+        _say(other, place.where, main.agent(place.where, name) if i else main)
     return Trajectory(steps=main.steps(), user_values={"model": main.model} if main.model else {})
 
 
@@ -166,15 +166,15 @@ def _say(document: Document, path: str, log: Contexts) -> None:
             continue
         if not document.is_roo:
             is_typed = document.session_id is not None and marks.role == "user"
-            said = read_messages([_sent(message, where) if is_typed else message], where)
+            pieces = read_messages([_sent(message, where) if is_typed else message], where)
         elif not marks.is_reasoning:
-            said = frameworks.messages([decode_line(_ANY, bytes(message), where)], where)
+            pieces = frameworks.messages([decode_line(_ANY, bytes(message), where)], where)
         else:
-            said = responses.messages([decode_line(_ANY, bytes(message), where)], where)
-            thought += "".join(each.get("reasoning_content", "") for each in said)
+            pieces = responses.messages([decode_line(_ANY, bytes(message), where)], where)
+            thought += "".join(piece.get("reasoning_content", "") for piece in pieces)
             continue
-        if thought and said and said[0]["role"] == "assistant":
-            said[0].setdefault("reasoning_content", thought)
+        if thought and pieces and pieces[0]["role"] == "assistant":
+            pieces[0].setdefault("reasoning_content", thought)
             thought = ""
         if (name := marks.replaces) is not None:
             note(SUMMARIES, bool(marks.is_summary))
@@ -185,7 +185,7 @@ def _say(document: Document, path: str, log: Contexts) -> None:
                 if not name or name not in (other.condense_parent, other.truncation_parent)
             )
         marks_of[where] = marks
-        log.say(said, where, given=bool(marks.is_summary))
+        log.say(pieces, where, given=bool(marks.is_summary))
         for key in ("id", "modelId"):
             log.model = (marks.model_info or {}).get(key) or log.model
     note("reasoning without an answer, left out", bool(thought))

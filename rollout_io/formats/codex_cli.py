@@ -226,11 +226,11 @@ class _Thread:
             self.add(item, where, f"{where} {i}", given=True)
         self.reply, self.call, self.summary = None, [], None
         if not line.replacement_history and line.message:
-            kept = [n for n in path[len(system) :] if n.role in {"system", "user"}]
-            if sum(len(str(node.messages[0]["content"]).encode()) for node in kept) > _KEPT_BYTES:
+            nodes = [n for n in path[len(system) :] if n.role in {"system", "user"}]
+            if sum(len(str(node.messages[0]["content"]).encode()) for node in nodes) > _KEPT_BYTES:
                 got = "a compaction that kept an unknown part of the user's messages"
                 log.lose(bad_message(where, got))
-            for node in kept:
+            for node in nodes:
                 self.turns[log.say(node.messages, node.where, node.key)] = self.turns.get(
                     node, False
                 )
@@ -311,7 +311,7 @@ def identity(kind: str, payload: bytes) -> str | None:
 
 def names(path: Path, first: Sequence[Any]) -> Names:
     """Return the names in the first line."""
-    meta = next((each for each in first if isinstance(each, Meta)), Meta())
+    meta = next((line for line in first if isinstance(line, Meta)), Meta())
     base = meta.history_base
     ordinal = meta.forked_from_ordinal_exclusive
     if base is None and meta.forked_from_id is not None and ordinal is not None:

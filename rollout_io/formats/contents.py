@@ -108,22 +108,24 @@ class Contents:
 
     @cached_property
     def _types(self) -> dict[str, _Node]:
-        left = [_split(path, self.kind) for paths in self.leaves.values() for path in paths.split()]
-        inner = [(*_split(path, self.kind), found) for path, found in self.inner.items()]
-        names = {*self.reads, *(kind for kind, _ in left), *(kind for kind, _, _ in inner)}
-        found = {name: _Node() for name in names - {EVERY}}
-        for name, node in found.items():
+        left_out = [
+            _split(path, self.kind) for paths in self.leaves.values() for path in paths.split()
+        ]
+        inner = [(*_split(path, self.kind), nodes) for path, nodes in self.inner.items()]
+        names = {*self.reads, *(kind for kind, _ in left_out), *(kind for kind, _, _ in inner)}
+        nodes = {name: _Node() for name in names - {EVERY}}
+        for name, node in nodes.items():
             for kind in (EVERY, name):
                 for path in self.reads.get(kind, "").split():
                     node.add(path)
-            for kind, path in left:
+            for kind, path in left_out:
                 if kind in {EVERY, name} and path:
                     node.add(path)
                 node.is_whole |= kind == name and not path
             for kind, path, contents in inner:
                 if kind in {EVERY, name}:
                     node.add(path, contents if isinstance(contents, Contents) else self)
-        return found
+        return nodes
 
     @property
     def types(self) -> Collection[str]:
@@ -135,8 +137,8 @@ class Contents:
         return {self.kind, self.subkind} - {""}
 
     def _type_of(self, record: Mapping[str, Any]) -> str:
-        found = record.get(self.kind) if self.kind else None
-        name = found if isinstance(found, str) else self.default
+        kind = record.get(self.kind) if self.kind else None
+        name = kind if isinstance(kind, str) else self.default
         part = record.get(self.subkind) if self.subkind else None
         divided = f"{name}:{part}"
         return divided if isinstance(part, str) and divided in self._types else name
@@ -165,28 +167,28 @@ class Contents:
         while stack:
             value, node, where = stack.pop()
             if isinstance(value, list):
-                stack.extend((each, node, where) for each in value)
+                stack.extend((inner, node, where) for inner in value)
             if not isinstance(value, dict):
                 continue
             marks: set[str] = set()
             if node.inner is not None:
                 kind, marks = node.inner._type_of(value), node.inner._marks
                 where = f"{where}[{_clip(kind)}]" if where and kind else where or _clip(kind)
-                found = node.inner._types.get(kind)
-                if found is None:
+                type_node = node.inner._types.get(kind)
+                if type_node is None:
                     tell(where or "record")
                     continue
-                node = found
-            for key, each in value.items():
+                node = type_node
+            for key, inner in value.items():
                 if key in marks or (node.is_whole and key not in node.keys):
                     continue  # what is left out entirely may still have keys that are read in part
                 below = node.keys.get(key) or node.keys.get(EVERY)
                 name = f"{where}.{_clip(key)}" if where else _clip(key)
                 if below is None:
-                    if holds_text(each) or (each is not None and is_mark(key)):
+                    if holds_text(inner) or (inner is not None and is_mark(key)):
                         tell(name)
                 elif below.keys or not below.is_whole:
-                    stack.append((each, below, name))
+                    stack.append((inner, below, name))
 
     def coverage(self, records: Iterable[Mapping[str, Any]]) -> Coverage:
         """Return how many keys of these records, at their top level, are listed."""
@@ -196,15 +198,15 @@ class Contents:
             kind = self._type_of(record)
             node = self._types.get(kind)
             keys = () if node is None else node.keys
-            known = [k for k in record if k in self._marks or k in keys or EVERY in keys]
+            listed = [k for k in record if k in self._marks or k in keys or EVERY in keys]
             if node is None:
-                known = []
+                listed = []
                 unknown[kind or "record"] = None
             elif node.is_whole:
-                known = list(record)
+                listed = list(record)
             else:
-                unknown |= dict.fromkeys(_clip(key) for key in record if key not in known)
-            num_known, num_keys = num_known + len(known), num_keys + len(record)
+                unknown |= dict.fromkeys(_clip(key) for key in record if key not in listed)
+            num_known, num_keys = num_known + len(listed), num_keys + len(record)
         return Coverage(num_known, num_keys, tuple(unknown))
 
     def rows(self) -> list[tuple[str, str, str]]:
@@ -213,13 +215,15 @@ class Contents:
         for path in self.inner:
             kind, inner_path = _split(path, self.kind)
             read.setdefault(kind, []).append(inner_path)
-        found = [(kind, " ".join(paths), "") for kind, paths in read.items() if paths]
+        table = [(kind, " ".join(paths), "") for kind, paths in read.items() if paths]
         for reason, paths in self.leaves.items():
             by_type: dict[str, list[str]] = {}
             for kind, path in (_split(path, self.kind) for path in paths.split()):
                 by_type.setdefault(kind, []).append(path)
-            found += [(kind, " ".join(left), reason) for kind, left in by_type.items()]
-        return found
+            table += [
+                (kind, " ".join(paths_left_out), reason) for kind, paths_left_out in by_type.items()
+            ]
+        return table
 
 
 def account(contents: Contents, record: Any, where: str = "") -> None:
@@ -237,14 +241,14 @@ def holds_text(value: Any) -> bool:
     """True if a value has a string that may be text: no identifier, time or number."""
     stack = [value]
     while stack:
-        each = stack.pop()
-        if isinstance(each, str):
-            if _IDENTIFIER.fullmatch(each) is None:
+        inner = stack.pop()
+        if isinstance(inner, str):
+            if _IDENTIFIER.fullmatch(inner) is None:
                 return True
-        elif isinstance(each, list):
-            stack.extend(each)
-        elif isinstance(each, dict):
-            stack.extend(each.values())
+        elif isinstance(inner, list):
+            stack.extend(inner)
+        elif isinstance(inner, dict):
+            stack.extend(inner.values())
     return False
 
 

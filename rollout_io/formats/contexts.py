@@ -361,10 +361,10 @@ class Contexts:
     def _lost(self) -> dict[Said, str]:
         """Return the nodes that cannot be used, each with the note about it."""
         lost = dict[Said, str]()
-        own = dict.fromkeys(self._nodes)
-        for node in own:  # a node comes after those before it
-            behind = [node] if node.before is None or node.before in own else self.path(node)
-            cause = next((each for each in behind if each.error is not None), None)
+        nodes = dict.fromkeys(self._nodes)
+        for node in nodes:  # a node comes after those before it
+            behind = [node] if node.before is None or node.before in nodes else self.path(node)
+            cause = next((other for other in behind if other.error is not None), None)
             if node.before in lost:
                 lost[node] = lost[node.before]
             elif cause is not None:
@@ -411,11 +411,11 @@ class Contexts:
 
     def _conversation(self, nodes: Sequence[Said], num_given: int, last: Said) -> Conversation:
         head = last.head
-        given: list[Message] = [{"role": "system", "content": head.system}] if head.system else []
-        given += [m for node in nodes[:num_given] for m in _sent(node, head)]
+        prompt: list[Message] = [{"role": "system", "content": head.system}] if head.system else []
+        prompt += [m for node in nodes[:num_given] for m in _sent(node, head)]
         rest = [m for node in nodes[num_given:] for m in _sent(node, node.head)]
-        step = Conversation(source=last.where, messages=[*given, *rest], tools=head.tools)
-        step.num_given = len(given) if num_given else 0
+        step = Conversation(source=last.where, messages=[*prompt, *rest], tools=head.tools)
+        step.num_given = len(prompt) if num_given else 0
         if self.has_prompts:
             step.source = nodes[num_given].where
             step.num_given = sum(len(node.messages) for node in nodes[:num_given])

@@ -74,7 +74,7 @@ def _parts(content: str | list[Part] | None, where: str, waiting: list[str]) -> 
     """Return the blocks in Anthropic's form, with ids for calls and results that have none."""
     if content is None or isinstance(content, str):
         return [Part(text=content)] if content else []
-    found: list[Part] = []
+    blocks: list[Part] = []
     for i, part in enumerate(content):
         if part.type in _CALLS:
             part.type, part.id = "tool_use", part.id or f"{where.rpartition(':')[2]}_{i}"
@@ -89,8 +89,8 @@ def _parts(content: str | list[Part] | None, where: str, waiting: list[str]) -> 
             part.thinking = part.thinking or part.text
         elif part.type not in {"text", "image"}:
             continue
-        found.append(part)
-    return found
+        blocks.append(part)
+    return blocks
 
 
 def names(path: Path, _: Sequence[Any]) -> Names:

@@ -67,7 +67,7 @@ def mended(content: bytes) -> bytes | None:
             end, open_at_end = position, stack
     if not num_values:
         return None
-    closers = b"".join(_CLOSERS[bytes([each])] for each in reversed(open_at_end))
+    closers = b"".join(_CLOSERS[bytes([bracket])] for bracket in reversed(open_at_end))
     return content[:end] + closers
 
 
@@ -79,8 +79,8 @@ def damage_in(
         repaired = mended(content)
         if repaired is None:
             continue
-        found = _formats_of(repaired, path, formats_of)
-        looks = f"; it looks like {' or '.join(found)}" if found else ""
+        likely = _formats_of(repaired, path, formats_of)
+        looks = f"; it looks like {' or '.join(likely)}" if likely else ""
         return error.with_got(f"{error.got}{looks}")
     return None
 

@@ -43,8 +43,8 @@ class Formats(NamedTuple):
 
 def adapters() -> dict[str, Plugin]:
     """Return the registered formats by name, in alphabetical order, without importing them."""
-    found = sorted(plugins(GROUP), key=lambda entry: entry.name)
-    return {entry.name: entry for entry in found if entry.name not in REFUSED}
+    entries = sorted(plugins(GROUP), key=lambda entry: entry.name)
+    return {entry.name: entry for entry in entries if entry.name not in REFUSED}
 
 
 def load_formats(entries: Mapping[str, Plugin] | None = None) -> Formats:
@@ -62,15 +62,15 @@ def load_adapter(entry: Plugin) -> Adapter:
     """Import one format."""
     where, hint = f"format {entry.name} ({entry.value})", "reinstall its package, or remove it"
     try:
-        found = entry.load()
+        adapter = entry.load()
     except Exception as error:
         got = " ".join(f"{type(error).__name__}: {error}".split())
         message = f"{where} cannot be imported: {got}"
         raise InputError("format_loads", where, got, hint=hint, message=message) from error
-    if not isinstance(found, Adapter):
-        got = f"an object of type {type(found).__name__}"
+    if not isinstance(adapter, Adapter):
+        got = f"an object of type {type(adapter).__name__}"
         raise InputError("format_loads", where, got, "an Adapter", hint)
-    return found
+    return adapter
 
 
 def find_adapter(name: str) -> Adapter:
@@ -115,16 +115,17 @@ class Match(NamedTuple):
 def matches(path: Path, formats: Mapping[str, Adapter]) -> list[Match]:
     """Return the formats that recognize an existing file or directory, and what they know of it."""
     start = Start(path)
-    found = {name: adapter for name, adapter in formats.items() if adapter.recognizes(start)}
-    special = {name: adapter for name, adapter in found.items() if not adapter.is_general}
-    found = special or found
-    declared = [a.contents for a in found.values() if a.contents is not None]
+    recognizing = {name: adapter for name, adapter in formats.items() if adapter.recognizes(start)}
+    special = {name: adapter for name, adapter in recognizing.items() if not adapter.is_general}
+    recognizing = special or recognizing
+    declared = [a.contents for a in recognizing.values() if a.contents is not None]
     records = [*start.records] if declared else []
-    known = {
-        n: None if a.contents is None else a.contents.coverage(records) for n, a in found.items()
+    coverages = {
+        n: None if a.contents is None else a.contents.coverage(records)
+        for n, a in recognizing.items()
     }
-    best = max((each.share for each in known.values() if each is not None), default=0.0)
-    return [Match(name, c, c is None or c.share >= best) for name, c in known.items()]
+    best = max((one.share for one in coverages.values() if one is not None), default=0.0)
+    return [Match(name, c, c is None or c.share >= best) for name, c in coverages.items()]
 
 
 Tell = Callable[[str, RolloutError | None], object]
@@ -149,21 +150,25 @@ def sort_by_format(
             matches[name] = recognize(path, formats)
             if tell is not None:
                 tell(name, None)
-    left = [name for name, found in matches.items() if not found]
-    unknown = next((name for name in left if name in named or len(left) == len(paths)), None)
+    unmatched = [name for name, names in matches.items() if not names]
+    unknown = next(
+        (name for name in unmatched if name in named or len(unmatched) == len(paths)), None
+    )
     if unknown is not None:
         raise explanation(unknown, paths[unknown], formats) or unknown_format(unknown, formats)
-    known = {name: found for name, found in matches.items() if found}
-    common = [name for name in formats if all(name in found for found in known.values())]
-    sure = common if len(common) == 1 else {found[0] for found in known.values() if len(found) == 1}
+    matched = {name: names for name, names in matches.items() if names}
+    common = [name for name in formats if all(name in names for names in matched.values())]
+    sure = (
+        common if len(common) == 1 else {names[0] for names in matched.values() if len(names) == 1}
+    )
     inputs: dict[str, list[str]] = {}
-    for name, found in known.items():
-        chosen = [each for each in found if each in sure] if len(found) > 1 else found
+    for name, names in matched.items():
+        chosen = [one for one in names if one in sure] if len(names) > 1 else names
         with told(name, None if name in named else tell):
             if len(chosen) != 1:
-                raise _ambiguous(name, found)
+                raise _ambiguous(name, names)
             inputs.setdefault(chosen[0], []).append(name)
-    return inputs, left
+    return inputs, unmatched
 
 
 @contextmanager
@@ -186,10 +191,10 @@ def unknown_format(name: str, formats: Mapping[str, Adapter]) -> InputError:
 
 def explanation(name: str, path: Path, formats: Mapping[str, Adapter]) -> InputError | None:
     """Return an error that explains why an input matches no format; None if the cause is unknown."""
-    own = {name: adapter for name, adapter in formats.items() if name not in REFUSED}
+    readable = {name: adapter for name, adapter in formats.items() if name not in REFUSED}
 
     def formats_of(copy: Path) -> list[str]:
-        return [match.format for match in matches(copy, own) if match.is_best]
+        return [match.format for match in matches(copy, readable) if match.is_best]
 
     try:
         damage = damage_in(name, path, formats_of) if path.is_file() else None
@@ -211,16 +216,16 @@ def _mappable(name: str, path: Path) -> InputError | None:
 def _nearest(name: str, path: Path, formats: Mapping[str, Adapter]) -> InputError | None:
     """Return the error for a file whose first line lacks one of the keys that identify a format."""
     keys: dict[str, Any] = next(Start(path).records, {})
-    found: list[tuple[int, str, str]] = []
+    candidates: list[tuple[int, str, str]] = []
     for format_name, adapter in formats.items():
         fields = msgspec.structs.fields(adapter.line) if adapter.line else ()
         required = {field.encode_name for field in fields if field.required}
         missing = required - keys.keys()
         if len(missing) == 1 and len(required) > 2:
-            found.append((-len(required), format_name, missing.pop()))
-    if not found:
+            candidates.append((-len(required), format_name, missing.pop()))
+    if not candidates:
         return None
-    _, nearest, missing_key = min(found)
+    _, nearest, missing_key = min(candidates)
     got = f"the format is not recognized; the first line has all keys of the format {nearest}"
     got += f" but {missing_key!r}"
     near = difflib.get_close_matches(missing_key, keys, 1)
@@ -229,9 +234,9 @@ def _nearest(name: str, path: Path, formats: Mapping[str, Adapter]) -> InputErro
     return InputError(RULE, name, got, "", hint)
 
 
-def _ambiguous(name: str, found: Collection[str]) -> InputError:
-    got = f"the content matches {len(found)} formats: " + ", ".join(found)
-    first = next(iter(found))
+def _ambiguous(name: str, names: Collection[str]) -> InputError:
+    got = f"the content matches {len(names)} formats: " + ", ".join(names)
+    first = next(iter(names))
     hint = f"choose one, such as --format {first}; `rollouts formats` describes them"
     return InputError(RULE, name, got, hint=hint)
 

@@ -78,7 +78,7 @@ def read(lines: Iterator[Line], log: Contexts) -> None:
 
 def names(path: Path, first: Sequence[Any]) -> Names:
     """Return the names in the start of a session."""
-    start = next((each for each in first if isinstance(each, Start)), Start())
+    start = next((line for line in first if isinstance(line, Start)), Start())
     return Names(start.id or str(path), labels={"cwd": start.cwd})
 
 

@@ -79,11 +79,11 @@ class Exported:
     def text(self) -> str:
         """Return the counts as one line."""
         why = ", ".join(f"{number:,} {reason}" for reason, number in self.left_out.items())
-        left = sum(self.left_out.values())
+        num_left_out = sum(self.left_out.values())
         samples = "" if self.num_samples is None else f"; {count(self.num_samples, 'sample')}"
         return (
             f"{count(self.num_rows_read, 'row')} read: {self.num_rows_written:,} written, "
-            f"{left:,} left out" + (f" ({why})" if why else "") + samples
+            f"{num_left_out:,} left out" + (f" ({why})" if why else "") + samples
         )
 
 
@@ -147,11 +147,11 @@ class Groups:
         return instances, self._add(table, "trajectory_id", self.num_rows_of_trajectory)
 
     def _add(self, table: pa.Table, name: str, counts: dict[str, int]) -> list[int]:
-        numbers, found = self._numbers.setdefault(name, {}), []
+        numbers, indices = self._numbers.setdefault(name, {}), []
         for key in table.column(name).to_pylist():
             counts[key] = counts.get(key, 0) + 1
-            found.append(numbers.setdefault(key, len(numbers)))
-        return found
+            indices.append(numbers.setdefault(key, len(numbers)))
+        return indices
 
     def remarks(self, peer: str, size: str) -> Iterator[str]:
         """Yield remarks for users of a trainer that treats every row as a sample."""

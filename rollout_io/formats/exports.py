@@ -90,18 +90,18 @@ def formats() -> dict[str, Format]:
     An entry point is a dictionary of formats by name. One that cannot be imported is a format with the
     entry point's name, whose `write` raises the reason.
     """
-    found = dict(FORMATS)
+    registered = dict(FORMATS)
     for plugin in plugins("rollout_io.exports"):
         try:
-            found |= plugin.load()
+            registered |= plugin.load()
         except Exception as error:
             got = " ".join(f"cannot be imported: {type(error).__name__}: {error}".split())
             where = f"exports {plugin.name} ({plugin.value})"
             raised = InputError(
                 "format_loads", where, got, hint="reinstall its package, or remove it"
             )
-            found.setdefault(plugin.name, Format(got, partial(_refuse, raised)))
-    return found
+            registered.setdefault(plugin.name, Format(got, partial(_refuse, raised)))
+    return registered
 
 
 def _refuse(error: InputError, *_: object) -> NoReturn:
@@ -136,10 +136,10 @@ def export(
         >>> export("shop/", "shop.json", "skyrl").num_rows_written
         205
     """
-    known = formats()
-    if format not in known:
-        raise ConfigError("choices", "format", repr(format), f"one of {', '.join(known)}")
-    target = known[format]
+    registered = formats()
+    if format not in registered:
+        raise ConfigError("choices", "format", repr(format), f"one of {', '.join(registered)}")
+    target = registered[format]
     if target.selections:
         return target.write(dataset, out, failed or target.failed, target.choice(select))
     if select is not None:

@@ -205,28 +205,28 @@ def _show(history: Sequence[Answer], where: str, log: Contexts, logged: set[str]
         log.model = message.model or log.model
         key = message.id if message.id and message.id not in keys else f"{where}[{i}]"
         keys.add(key)
-        said = [*_messages(message, f"{where}[{i}]")]
+        pieces = [*_messages(message, f"{where}[{i}]")]
         if message.type != "user":
-            said = [m for m in said if m.get("tool_call_id") not in answered]
+            pieces = [m for m in pieces if m.get("tool_call_id") not in answered]
         is_unsaid = logged is not None and log.find(key) is None
         given: bool | str = is_unsaid and key in (logged or ())  # the calls of an editor's session
         if is_unsaid and not given and message.type != "user" and message.model is None:
             given = WRITTEN
         is_copy = bool(given) or log.find(key) is not None
-        if logged is not None and is_copy and items and _is_answer(items[-1].messages[-1:], said):
+        if logged is not None and is_copy and items and _is_answer(items[-1].messages[-1:], pieces):
             last = dict(items[-1].messages[-1])  # they are sent as one
-            extend(last, said[0])
+            extend(last, pieces[0])
             note(JOINED)
-            items[-1] = items[-1]._replace(messages=[*items[-1].messages[:-1], last, *said[1:]])
+            items[-1] = items[-1]._replace(messages=[*items[-1].messages[:-1], last, *pieces[1:]])
         else:
-            items.append(Item(key, said, f"{where}[{i}]", given=given))
+            items.append(Item(key, pieces, f"{where}[{i}]", given=given))
     note(SUMMARIES, any(item.given == WRITTEN for item in items))
     log.show(items)
 
 
 def _is_answer(*messages: Sequence[Chat]) -> bool:
     """True if all of these begin with an answer."""
-    return all(said and said[0]["role"] == "assistant" for said in messages)
+    return all(pieces and pieces[0]["role"] == "assistant" for pieces in messages)
 
 
 def _results(message: Message) -> set[str | None]:
@@ -241,11 +241,11 @@ def _messages(logged: Message, where: str) -> Iterator[Chat]:
     if not isinstance(logged, Answer) or logged.type not in {"gemini", "model"}:
         return
     content = logged.content if logged.parts is None else logged.parts
-    said = gemini.messages_of("assistant", content, where)
+    pieces = gemini.messages_of("assistant", content, where)
     thoughts = [joined(t.subject or "", t.description or "") for t in logged.thoughts or ()]
-    if any(thoughts) and all("reasoning_content" not in message for message in said):
-        said[0]["reasoning_content"] = "\n".join(thoughts)
-    called = {c.get("id") for message in said for c in message.get("tool_calls", ())}
+    if any(thoughts) and all("reasoning_content" not in message for message in pieces):
+        pieces[0]["reasoning_content"] = "\n".join(thoughts)
+    called = {c.get("id") for message in pieces for c in message.get("tool_calls", ())}
     calls = [(call.id or f"call_{i}", call) for i, call in enumerate(logged.tool_calls or ())]
     more = [
         tool_call(name, call.name, json_text(call.args, where))
@@ -253,8 +253,8 @@ def _messages(logged: Message, where: str) -> Iterator[Chat]:
         if name not in called
     ]
     if more:
-        said[-1]["tool_calls"] = [*said[-1].get("tool_calls", ()), *more]
-    yield from said
+        pieces[-1]["tool_calls"] = [*pieces[-1].get("tool_calls", ()), *more]
+    yield from pieces
     for name, call in calls:
         if call.result is not None:
             text = joined_content(_part_content(part, where) for part in parts_in(call.result))
@@ -272,7 +272,7 @@ def _part_content(part: Part, where: str) -> str | list[Chat]:
 
 def names(path: Path, first: Sequence[Any]) -> Names:
     """Return the names in the head of a file; a sub-agent's is in the folder of its session."""
-    head = next((each for each in first if isinstance(each, State) and each.session), State())
+    head = next((line for line in first if isinstance(line, State) and line.session), State())
     parent = path.parent.name if head.kind == "subagent" else None
     session = head.session or str(path)
     is_empty = len(first) > 1 and all(map(_is_beginning, first))

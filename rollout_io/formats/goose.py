@@ -199,9 +199,9 @@ def _say_hidden(message: Message, where: str, log: Contexts, *, is_compaction: b
 
 def _say(message: Message, where: str, log: Contexts) -> None:
     parts = [sent for part in message.content if (sent := _part(part, where)) is not None]
-    said = anthropic.messages_of(message.role, parts, where) if parts else []
+    pieces = anthropic.messages_of(message.role, parts, where) if parts else []
     is_written = message.is_hidden and message.role == "assistant"
-    log.say(said, where, given=WRITTEN if is_written else False)
+    log.say(pieces, where, given=WRITTEN if is_written else False)
 
 
 def _part(part: _Part, where: str) -> Part | None:
@@ -220,7 +220,7 @@ def _part(part: _Part, where: str) -> Part | None:
             encoded = msgspec.json.encode(text if isinstance(text, str) else "")
         else:
             inner = decode_document(_PART_LIST, msgspec.json.encode(content), where)
-            shown = [each for one in inner if (each := _part(one, where)) is not None]
+            shown = [sent for one in inner if (sent := _part(one, where)) is not None]
             encoded = msgspec.json.encode(
                 [known({n: v for n, v in msgspec.structs.asdict(p).items() if n in _SENT and v})
                  for p in shown]

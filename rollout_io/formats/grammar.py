@@ -64,10 +64,10 @@ class Grammar:
             kind_of = None if struct is None else inspect.type_info(struct)
             listed = [] if kind_of is None else [*_below(kind_of, self.payload)]
             prefix = f"{kind}/" if self.kind else ""
-            own = [path for path, contents in listed if contents is None and path not in shared]
-            reads[kind] = " ".join(own)
-            shared |= {*own} if kind == EVERY else set()
-            below |= {f"{prefix}{path}": found for path, found in listed if found is not None}
+            paths = [path for path, contents in listed if contents is None and path not in shared]
+            reads[kind] = " ".join(paths)
+            shared |= {*paths} if kind == EVERY else set()
+            below |= {f"{prefix}{path}": nested for path, nested in listed if nested is not None}
         return Contents(
             kind=self.kind,
             subkind=self.subkind,
@@ -133,11 +133,11 @@ def _fields(
     if isinstance(whole, Contents):
         yield payload, whole
         return
-    found = inspect.type_info(struct)
-    assert isinstance(found, inspect.StructType)
-    for each in found.fields:
-        path = f"{payload}.{each.encode_name}" if payload else each.encode_name
-        yield from _below(each.type, path)
+    info = inspect.type_info(struct)
+    assert isinstance(info, inspect.StructType)
+    for member in info.fields:
+        path = f"{payload}.{member.encode_name}" if payload else member.encode_name
+        yield from _below(member.type, path)
 
 
 def _below(kind: inspect.Type, path: str) -> Iterator[tuple[str, Contents | str | None]]:
@@ -149,10 +149,10 @@ def _below(kind: inspect.Type, path: str) -> Iterator[tuple[str, Contents | str 
     elif isinstance(kind, inspect.ListType | inspect.VarTupleType):
         yield from _below(kind.item_type, path)
     elif isinstance(kind, inspect.UnionType):
-        options = [each for each in kind.types if not isinstance(each, inspect.NoneType)]
-        inner_types = [each for each in options if _is_structured(each)]
-        for each in inner_types or options[:1]:
-            yield from _below(each, path)
+        options = [option for option in kind.types if not isinstance(option, inspect.NoneType)]
+        inner_types = [option for option in options if _is_structured(option)]
+        for option in inner_types or options[:1]:
+            yield from _below(option, path)
     else:
         yield path, None
 

@@ -62,11 +62,11 @@ def find_trials(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
     An ATIF file that another file refers to is part of that file's run.
     """
     sources: list[Source] = []
-    for given in inputs:
+    for log in inputs:
         errors: list[RolloutError] = []
-        sources += find_runs(given.path, errors)
+        sources += find_runs(log.path, errors)
         for error in errors:
-            yield Rejected(Place(given.path, error.where), error)
+            yield Rejected(Place(log.path, error.where), error)
     runs = keyed(sources)
     inner, has_text, incomplete = _survey(runs.values())
     yield About(HAS_TEXT, has_text)
@@ -110,10 +110,15 @@ def _survey(sources: Iterable[Source]) -> tuple[set[Path], bool, dict[Path, Inpu
                     lost = InputError(INCOMPLETE, str(file), got, hint=error.hint)
                     incomplete.setdefault(file, lost)
                 continue
-            own = source.path.resolve()
-            files.setdefault(own, set()).update({file for file, _ in run.entered} - {own})
+            resolved = source.path.resolve()
+            files.setdefault(resolved, set()).update({file for file, _ in run.entered} - {resolved})
     # A readable part of an incomplete run must not hide the parts to which it refers.
-    inner = {file for own, found in files.items() if own not in incomplete for file in found}
+    inner = {
+        file
+        for resolved, entered in files.items()
+        if resolved not in incomplete
+        for file in entered
+    }
     return inner, has_text, {file: e for file, e in incomplete.items() if file not in inner}
 
 
@@ -159,9 +164,9 @@ def read_trial(run: Run, options: Options) -> Trajectory:
 
 
 def _read_file(path: Path) -> Sequence[Step | Conversation]:
-    found = read_run(path, read_trajectory(path))
-    why = found.tokenless
-    steps = found.steps if why is None else conversations(found, why)
+    trial_run = read_run(path, read_trajectory(path))
+    why = trial_run.tokenless
+    steps = trial_run.steps if why is None else conversations(trial_run, why)
     if not steps:
         raise InputError("no_calls", str(path), "the trajectory has no model calls")
     return steps

@@ -108,8 +108,8 @@ def _expand_file(path: Path, errors: list[RolloutError]) -> list[Source]:
         return [Source(path=path, head=head)]
     if head.n_total_trials is not None:
         before = len(errors)
-        found = _expand_children(path.parent, errors)
-        if not found and len(errors) == before:
+        children = _expand_children(path.parent, errors)
+        if not children and len(errors) == before:
             got = "the file is the result of a job, but its directory contains no trials"
             hint = "pass the job directory, with the directories of its trials"
             raise InputError("harbor_input", str(path), got, hint=hint)
@@ -135,25 +135,25 @@ def _expand_directory(path: Path, errors: list[RolloutError]) -> list[Source]:
         got = "the trial was stopped before it wrote result.json"
         raise InputError("no_trial_result", str(path), got, hint=hint)
     num_errors = len(errors)
-    found = _expand_children(path, errors)
+    children = _expand_children(path, errors)
     if is_file(path / "agent" / "trajectory.json"):  # a trial without its result
-        found = [*find_runs(path / "agent" / "trajectory.json", errors), *found]
-    if any(source.directory for source in found):
-        bare = [source for source in found if _is_bare(source)]
-        found = [source for source in found if source not in bare]
+        children = [*find_runs(path / "agent" / "trajectory.json", errors), *children]
+    if any(source.directory for source in children):
+        bare = [source for source in children if _is_bare(source)]
+        children = [source for source in children if source not in bare]
         for source in bare:
             got = "the trial has no result.json, but other trials in its directory do"
             hint = "copy its result.json, or move the directory out of the input"
             where = str(source.path.parent.parent)
             errors.append(InputError("harbor_input", where, got, hint=hint))
-    num_trials = len(found) + len(errors) - num_errors
+    num_trials = len(children) + len(errors) - num_errors
     if not num_trials:
         raise _unknown(path, "the directory contains no trial (no result.json)")
     if head.n_total_trials is not None and num_trials < head.n_total_trials:
         got = f"{num_trials} of {head.n_total_trials} trials are present"
         hint = "resume the job, copy its missing trials, or pass the trial directories one by one"
         errors.append(InputError("missing_trials", str(path), got, hint=hint))
-    return found
+    return children
 
 
 def _is_bare(source: Source) -> bool:
@@ -255,14 +255,14 @@ def keyed(sources: Sequence[Source]) -> dict[Key, Source]:
 
 
 def _refuse_repeated(sources: Iterable[Source]) -> None:
-    known: dict[str, Source] = {}
+    first: dict[str, Source] = {}
     for source in sources:
         identity = (source.head.is_trial and source.head.id) or str(source.path.resolve())
-        if identity in known:
-            got = f"the run was already passed as {known[identity].path}"
+        if identity in first:
+            got = f"the run was already passed as {first[identity].path}"
             hint = "pass each run only once"
             raise InputError("duplicate_input", str(source.path), got, hint=hint)
-        known[identity] = source
+        first[identity] = source
 
 
 def recognizes(start: Start) -> bool:
@@ -274,8 +274,8 @@ def recognizes(start: Start) -> bool:
     try:
         if not start.is_file:
             names = ("result.json", "agent/trajectory.json", "*/result.json", "*/*/result.json")
-            found = (file for name in names for file in path.glob(name))
-            if any(_is_harbor(Start(file)) for file in islice(found, _NUM_TRIES)):
+            files = (file for name in names for file in path.glob(name))
+            if any(_is_harbor(Start(file)) for file in islice(files, _NUM_TRIES)):
                 return True
             return is_file(path / "config.json") and _is_trial_config(path / "config.json")
         return _is_harbor(start)

@@ -93,8 +93,8 @@ class Trial(_Part, gc=False):
     @property
     def failure(self) -> _Exception | None:
         """The exception of the trial, or of its first failed step."""
-        found = [part.exception_info for part in (self, *(self.step_results or ()))]
-        return next((e for e in found if e is not None), None)
+        exceptions = [part.exception_info for part in (self, *(self.step_results or ()))]
+        return next((e for e in exceptions if e is not None), None)
 
     @property
     def is_overflow(self) -> bool:
@@ -204,12 +204,12 @@ def read_steps(trial: Trial, result: Path, directory: Path | None) -> Sequence[S
                 continue
             inner = directory / "steps" / (part.step_name or str(index)) if directory else None
             place = f"$.step_results[{index}]"
-            found = _part_steps(trial, part, result, place, inner)
-            if not found:
+            part_steps = _part_steps(trial, part, result, place, inner)
+            if not part_steps:
                 continue
-            found[-1].reward = _reward(part.rewards, f"{result}, {place}.verifier_result")
-            found[-1].metrics = part.rewards or None
-            steps += found
+            part_steps[-1].reward = _reward(part.rewards, f"{result}, {place}.verifier_result")
+            part_steps[-1].metrics = part.rewards or None
+            steps += part_steps
     if not steps:
         raise tokenless(str(result), "the agent made no calls")
     why = next((step.tokenless for step in steps if isinstance(step, Conversation)), None)
@@ -310,15 +310,17 @@ def _agreed(elements: Sequence[Sequence[Step]], run: LoggedRun, place: str) -> l
     return [_joined(next(calls[lineage]), step) for step, lineage in logged]
 
 
-def _joined(tokens: Step, told: Step) -> Step:
-    logprobs = told.rollout_logprobs if tokens.rollout_logprobs is None else tokens.rollout_logprobs
+def _joined(tokens: Step, details: Step) -> Step:
+    logprobs = (
+        details.rollout_logprobs if tokens.rollout_logprobs is None else tokens.rollout_logprobs
+    )
     return msgspec.structs.replace(
         tokens,
         rollout_logprobs=logprobs,
-        agent=told.agent,
-        temperature=told.temperature,
-        response_text=told.response_text,
-        num_counted=told.num_counted,
+        agent=details.agent,
+        temperature=details.temperature,
+        response_text=details.response_text,
+        num_counted=details.num_counted,
     )
 
 
@@ -338,9 +340,9 @@ def _reason(trial: Trial, part: _Part) -> str:
     """Explain why a trial, or a step of it, has no rollout details."""
     if part.agent_result is None:
         return "there is no agent result"
-    asked = (trial.config.agent.kwargs or {}).get("collect_rollout_details") is True
+    was_requested = (trial.config.agent.kwargs or {}).get("collect_rollout_details") is True
     details = part.agent_result.rollout_details
     empty = "contains only empty elements" if details else "is an empty list"
-    found = "is null" if details is None else empty
-    why = "although collect_rollout_details" if asked else "since collect_rollout_details"
-    return f"the value {found} {why} is {'' if asked else 'not '}true"
+    state = "is null" if details is None else empty
+    why = "although collect_rollout_details" if was_requested else "since collect_rollout_details"
+    return f"the value {state} {why} is {'' if was_requested else 'not '}true"

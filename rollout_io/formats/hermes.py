@@ -227,10 +227,10 @@ def read(session: Session, run: Run, _: Options) -> Trajectory:
     log = Contexts(tools=openai_tools(session.tools))
     ends: dict[str, tuple[list[_Row], bool]] = {}
     for i, place in enumerate(run.places):
-        each = _session(place) if i else session
-        rows = _rows(each, place.where)
-        system = system_of(each, (row.message for row in rows), place.where)
-        parent = each.parent_session_id
+        other = _session(place) if i else session
+        rows = _rows(other, place.where)
+        system = system_of(other, (row.message for row in rows), place.where)
+        parent = other.parent_session_id
         before, is_compressed = ends.get(parent or "", ([], False))
         for part in _parts(rows, is_continued=parent is not None):
             num_written = _num_written(part, before, is_compressed=is_compressed)
@@ -245,7 +245,7 @@ def read(session: Session, run: Run, _: Options) -> Trajectory:
             for n, row in enumerate(part):
                 log.say([row.message], row.where, given=n < num_written)
             before, is_compressed = part, True
-        ends[_name(each)] = before, each.end_reason == _COMPRESSION
+        ends[_name(other)] = before, other.end_reason == _COMPRESSION
     trajectory = trajectory_of(session, run, log.steps())
     totals = dict(trajectory.metrics)
     for place in run.places[1:]:

@@ -87,11 +87,11 @@ class Statistics:
         groups = count(len(self.group_sizes), "group")
         yield f"{groups}, trajectories per group: {min(sizes)}{most}"
         yield f"{count(self.num_tokens, 'token')}, {self.num_trained_tokens:,} trained on"
-        found = self.rewards
-        unknown = num - self.num_failed - len(found)
-        if found:
-            mean = sum(found) / len(found)
-            yield f"outcome rewards: mean {mean:g}, from {min(found):g} to {max(found):g}"
+        rewards = self.rewards
+        unknown = num - self.num_failed - len(rewards)
+        if rewards:
+            mean = sum(rewards) / len(rewards)
+            yield f"outcome rewards: mean {mean:g}, from {min(rewards):g} to {max(rewards):g}"
         if unknown:
             yield f"trajectories without a reward (null): {unknown:,}"
 
@@ -125,8 +125,8 @@ def _front(schema: pa.Schema, num_rows: int, num_bytes: int) -> str:
 def _columns(schema: pa.Schema) -> Iterator[str]:
     yield from ("| column | type | meaning |", "|---|---|---|")
     for f in schema:
-        known = COLUMN_BY_NAME.get(f.name)
-        meaning = "user column" if known is None else known.meaning
+        column = COLUMN_BY_NAME.get(f.name)
+        meaning = "user column" if column is None else column.meaning
         kind = re.sub(r"\b(item|element|child): ", "", str(f.type)).replace(" not null", "")
         yield f"| {f.name} | {kind} | {meaning} |"
 

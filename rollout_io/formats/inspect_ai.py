@@ -80,16 +80,16 @@ def _log(path: Path, name: str, _: Version) -> tuple[_Log, int]:
     return log, sum(name.startswith(_SAMPLES) for name in members)
 
 
-def _files(given: Input) -> Iterator[Input | About]:
-    log, num_samples = _log(given.path, given.name, Version.of(given.path))
+def _files(file: Input) -> Iterator[Input | About]:
+    log, num_samples = _log(file.path, file.name, Version.of(file.path))
     if log.status != _SUCCESS:
         message = log.error.message if log.error else ""
-        yield About(_STATUS, {given.name: f"{log.status}: {message}".rstrip(": ")})
+        yield About(_STATUS, {file.name: f"{log.status}: {message}".rstrip(": ")})
     if not num_samples:
         got = f"the log has no samples (status {log.status!r})"
         hint = "run the evaluation without --no-log-samples, or leave this log out"
-        raise InputError("no_samples", given.name, got, hint=hint)
-    yield given
+        raise InputError("no_samples", file.name, got, hint=hint)
+    yield file
 
 
 def _run(sample: Sample, place: Place) -> Run:

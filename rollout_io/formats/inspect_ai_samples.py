@@ -169,8 +169,8 @@ def plain_json(content: bytes) -> bytes:
 
 
 def _without_number(match: re.Match[bytes]) -> bytes:
-    found = match[0]
-    return found if found.startswith(b'"') else b'""'.ljust(len(found))
+    text = match[0]
+    return text if text.startswith(b'"') else b'""'.ljust(len(text))
 
 
 def calls_of(sample: Sample, where: str) -> Iterator[Call]:
@@ -233,10 +233,10 @@ def _referred(event: _Model, sample: Sample, where: str) -> Iterator[msgspec.Raw
 
 def _calls_of_messages(sample: Sample, where: str) -> Iterator[Call]:
     """Yield the generated messages as calls of one context; other messages occur only in prompts."""
-    given = [decode_line(_RESULT_DECODER, bytes(raw), where) for raw in sample.messages]
-    is_marked = any(message.source == "generate" for message in given)
+    results = [decode_line(_RESULT_DECODER, bytes(raw), where) for raw in sample.messages]
+    is_marked = any(message.source == "generate" for message in results)
     messages: list[Message] = []
-    for index, (raw, result) in enumerate(zip(sample.messages, given, strict=True)):
+    for index, (raw, result) in enumerate(zip(sample.messages, results, strict=True)):
         here = f"{where}, messages[{index}]"
         message = _message(raw, sample, here)
         if message["role"] == "assistant" and (not is_marked or result.source == "generate"):

@@ -190,9 +190,9 @@ class _Wire:
     def add(self, message: _Message | Logged, where: str) -> None:
         """Add a message; an answer without anything is a call that failed."""
         calls = [_call(call, where) for call in message.calls or ()]
-        said = _said(message.role or "", message.content)
-        said |= known({"tool_calls": calls or None, "tool_call_id": message.tool_call_id})
-        node = self.log.say([said], where)
+        sent = _said(message.role or "", message.content)
+        sent |= known({"tool_calls": calls or None, "tool_call_id": message.tool_call_id})
+        node = self.log.say([sent], where)
         origin = message.origin if isinstance(message, _Message) else None
         if message.role == "user" and (origin is None or origin.kind == "user"):
             self.prompts.add(node)
@@ -232,8 +232,8 @@ class _Wire:
         prompts = [node for node in path if node in self.prompts]
         num_head = min(line.kept_head_user_message_count or 0, len(prompts))
         num_tail = max(line.kept_user_message_count - num_head, 0)
-        kept = prompts[:num_head] + prompts[max(num_head, len(prompts) - num_tail) :]
-        self.prompts |= {*log.keep(kept)}
+        nodes = prompts[:num_head] + prompts[max(num_head, len(prompts) - num_tail) :]
+        self.prompts |= {*log.keep(nodes)}
         log.say([summary], where)
 
     def undo(self, count: int) -> None:
@@ -253,8 +253,8 @@ def _said(role: str, content: _Content) -> Message:
         if p.type != "think"
     ]
     parts = [part for part in parts if part.media is not None or is_text(part)]
-    said = {"role": role, "content": shown(parts)}
-    return said | known({"reasoning_content": "\n".join(thoughts) or None})
+    message = {"role": role, "content": shown(parts)}
+    return message | known({"reasoning_content": "\n".join(thoughts) or None})
 
 
 def _call(call: _Call, where: str) -> Message:

@@ -127,13 +127,13 @@ def find(inputs: Sequence[Input], progress: Progress, paths: Paths) -> Iterator[
                     exact.add(item.instance_id)
                 yield item
 
-    found = [*gathered(parts())]
+    items = [*gathered(parts())]
     if missing and first:
         raise _absent(first[0], min(missing, key=[*paths].index), paths, "no record has")
     yield from models.about()
-    runs = [item for item in found if isinstance(item, Run)]
+    runs = [item for item in items if isinstance(item, Run)]
     yield About(HAS_TEXT, any(run.instance_id not in exact for run in runs))
-    yield from (item for item in found if not isinstance(item, Run))
+    yield from (item for item in items if not isinstance(item, Run))
     if "session" not in paths:
         yield About("groups", GROUPS)
     counted = all(full_name(f"a/{run.labels.get('attempt', 0)}") for run in runs)
@@ -150,7 +150,7 @@ def _name(labels: Paths, *, counted: bool) -> tuple[str, int | None]:
 
 
 def _records(inputs: Sequence[Input], progress: Progress, key: str) -> Iterator[Record | Rejected]:
-    for record in (each for log in inputs for each in records_of(log, progress)):
+    for record in (one for log in inputs for one in records_of(log, progress)):
         try:
             refuse_lfs_pointer(record.content, record.place.where)
             if record.place.part != WHOLE:
@@ -179,9 +179,9 @@ def _runs(record: Record, paths: Paths, missing: set[str]) -> Iterator[Found]:
             yield Rejected(record.place, error)
             return
         labels = [{name: str(value) for name, value in named.items()}]  # reading it rejects the run
-    for each in {tuple(each.values()): each for each in labels}.values():
-        name = "\0".join(each.values())
-        yield Run(instance_id=name, repetition_id=0, places=[record.place], labels=each)
+    for distinct in {tuple(distinct.values()): distinct for distinct in labels}.values():
+        name = "\0".join(distinct.values())
+        yield Run(instance_id=name, repetition_id=0, places=[record.place], labels=distinct)
 
 
 def _named(content: bytes, path: str) -> str | None:
@@ -205,7 +205,7 @@ def calls_of(run: Run, paths: Paths) -> Iterator[Logged]:
     for place in run.places:
         record = Record(place, content_of(place))
         account(contents, record.content)
-        yield from (each for each in _calls(record, paths) if named.items() <= each.labels.items())
+        yield from (call for call in _calls(record, paths) if named.items() <= call.labels.items())
 
 
 def _calls(record: Record, paths: Paths, missing: set[str] | None = None) -> Iterator[Logged]:
@@ -218,13 +218,13 @@ def _calls(record: Record, paths: Paths, missing: set[str] | None = None) -> Ite
     decode = decode_document if place.part == WHOLE else decode_line
     fields = decode(_OBJECT, record.content, place.where)
     parsed = {name: (*_segments(path),)[2 if key else 0 :] for name, path in paths.items()}
-    found = [*_expanded(msgspec.Raw(record.content), parsed, {})]
-    if not found:
+    expanded = [*_expanded(msgspec.Raw(record.content), parsed, {})]
+    if not expanded:
         raise InputError("no_calls", place.where, f"the list on `{paths['response']}` is empty")
-    for _, values in found:
+    for _, values in expanded:
         (missing or set()).difference_update(values)
     extra = {name: raw for name, raw in fields.items() if _is_extra(name, raw, paths)}
-    for suffix, values in found:
+    for suffix, values in expanded:
         where = f"{place.where}, {suffix}" if suffix else place.where
         for name in _NEEDED & paths.keys() - values.keys():
             raise _absent(record, name, paths, "the record does not have")
@@ -272,11 +272,11 @@ def _expanded(
 
 def _at(content: msgspec.Raw, path: Sequence[str]) -> msgspec.Raw | None:
     """Return the value at a path, also in JSON that is a string; None if there is none, or null."""
-    found: msgspec.Raw | None = content
+    value: msgspec.Raw | None = content
     for key in path:
-        fields = None if found is None else _decoded(_OBJECT, unquoted(found))
-        found = None if fields is None else fields.get(key)
-    return None if found is None or bytes(found) == b"null" else found
+        fields = None if value is None else _decoded(_OBJECT, unquoted(value))
+        value = None if fields is None else fields.get(key)
+    return None if value is None or bytes(value) == b"null" else value
 
 
 def _decoded(decoder: msgspec.json.Decoder[T], content: msgspec.Raw | None) -> T | None:

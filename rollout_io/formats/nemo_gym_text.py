@@ -156,12 +156,12 @@ class _Chat:
         self.messages: list[Message] = []
         self._call: list[tuple[_Item, Message]] = []
 
-    def add(self, given: str | Sequence[msgspec.Raw], role: str, where: str) -> None:
+    def add(self, items: str | Sequence[msgspec.Raw], role: str, where: str) -> None:
         """Add items, or a string as a single message; the first item always begins a new message."""
-        if isinstance(given, str):
-            self.messages.append({"role": role, "content": given})
+        if isinstance(items, str):
+            self.messages.append({"role": role, "content": items})
             return
-        for i, raw in enumerate(given):
+        for i, raw in enumerate(items):
             place = f"{where}[{i}]"
             item = decode_line(_ITEM_DECODER, bytes(raw), place)
             piece = _piece(item, place)
@@ -174,13 +174,13 @@ class _Chat:
 
     def _add(self, item: _Item, piece: Message) -> None:
         """Add an item of the model to the current call, or begin another call with it."""
-        said = [i for i, (other, _) in enumerate(self._call) if other.type == "message"]
-        if item.type == "message" and said:
-            last, before = self._call[said[-1]]
+        spoken = [i for i, (other, _) in enumerate(self._call) if other.type == "message"]
+        if item.type == "message" and spoken:
+            last, before = self._call[spoken[-1]]
             is_same = last.id is not None and last.id == item.id
             if _extends(piece["content"], before["content"], is_same=is_same):
                 note(CUMULATIVE)
-                self._call[said[-1]] = (item, piece)
+                self._call[spoken[-1]] = (item, piece)
                 return
             if last.id is None or item.id is None:
                 note(WITHOUT_IDS)

@@ -74,11 +74,13 @@ def _items(messages: Sequence[pi.PiMessage], where: str) -> Iterator[Item]:
     num_before = Counter[str]()
     for i, message in enumerate(messages):
         place = f"{where}, messages[{i}]"
-        said = pi.messages_of(message, place)
-        bare = [{**m, "tool_calls": [c["function"] for c in m.get("tool_calls", ())]} for m in said]
+        pieces = pi.messages_of(message, place)
+        bare = [
+            {**m, "tool_calls": [c["function"] for c in m.get("tool_calls", ())]} for m in pieces
+        ]
         key = digest(*(str({**m, "tool_call_id": None}) for m in bare)).hex()
         num_before[key] += 1
-        yield Item(f"{key} {num_before[key]}", said, place, mark="")
+        yield Item(f"{key} {num_before[key]}", pieces, place, mark="")
 
 
 ADAPTER = Sessions(

@@ -213,17 +213,17 @@ def read(lines: Iterator[Line], log: Contexts) -> None:
         is_ran = ran is not None and message.parent in {None, ran}
         is_written = is_ran and all(part.type != "step-start" for part in parts)
         note(FILES, sum(part.type == "file" for part in parts))
-        said = [*_answers(parts, where, is_written=is_written)]
+        answers = [*_answers(parts, where, is_written=is_written)]
         if message.summary is True and message.error is None:
-            _compact(log, row.id, where, said, tail)
+            _compact(log, row.id, where, answers, tail)
             tail = None
             continue
         reason = _why_given(message, parts)
-        for i, (is_given, group) in enumerate(groupby(said, key=lambda each: each[1])):
-            given = WRITTEN if is_given else reason
+        for i, (is_given, group) in enumerate(groupby(answers, key=lambda answer: answer[1])):
+            why = WRITTEN if is_given else reason
             messages = [m for m, _ in group]
             key = f"{row.id}/{i}" if i else row.id
-            log.say(messages, where, key, given=given, for_others=_as_text(messages))
+            log.say(messages, where, key, given=why, for_others=_as_text(messages))
 
 
 def _why_given(message: _Message, parts: Sequence[_Part]) -> str | bool:
@@ -250,16 +250,16 @@ def _as_text(messages: Sequence[Message]) -> list[Message]:
 
 
 def _compact(
-    log: Contexts, key: str, where: str, said: Sequence[tuple[Message, bool]], tail: str | None
+    log: Contexts, key: str, where: str, answers: Sequence[tuple[Message, bool]], tail: str | None
 ) -> None:
     """Begin a context with the request for a summary, the summary, and what was kept."""
     note(SUMMARIES)
     *before, ask = log.path() or [Said(where, [], where)]
     first = log.find(tail)
-    kept = before[before.index(first) :] if first in before else []
+    tail_nodes = before[before.index(first) :] if first in before else []
     log.replace([ask])
-    log.say([message for message, _ in said], where, key, given=True)
-    log.keep(kept)
+    log.say([message for message, _ in answers], where, key, given=True)
+    log.keep(tail_nodes)
 
 
 def _is_run(part: _Part) -> bool:
@@ -272,17 +272,17 @@ def _told(error: _Error) -> str:
 
 
 def _prompt(role: str, parts: Sequence[_Part]) -> Message:
-    found: list[Part] = []
+    sent: list[Part] = []
     for part in parts:
         if part.type == "text" and part.text and not part.ignored:
-            found.append(Part(text=part.text))
+            sent.append(Part(text=part.text))
         elif part.type == "file" and part.mime not in _NOT_SENT:
-            found.append(_file(part.mime, part.url, part.filename))
+            sent.append(_file(part.mime, part.url, part.filename))
         elif part.type == "compaction":
-            found.append(Part(text=_COMPACTION))
+            sent.append(Part(text=_COMPACTION))
         elif part.type == "subtask":
-            found.append(Part(text=_SUBTASK))
-    return {"role": role, "content": shown(found)}
+            sent.append(Part(text=_SUBTASK))
+    return {"role": role, "content": shown(sent)}
 
 
 def _file(mime: Any, url: Any, name: Any) -> Part:
@@ -311,7 +311,7 @@ def _answers(
         is_new = part.type == "step-start" or (is_spoken and results)
         is_other = by_program != was_written and (is_spoken or part.type == "tool")
         if (is_new or is_other) and (results or _says(reply)):
-            yield from ((each, was_written) for each in (reply, *results))
+            yield from ((message, was_written) for message in (reply, *results))
             reply, results = _reply(), []
         if is_spoken or part.type == "tool":
             was_written = by_program
@@ -326,7 +326,7 @@ def _answers(
             results.append(_result(part.state, part.call_id))
         extend(reply, piece)
     if _says(reply):
-        yield from ((each, was_written) for each in (reply, *results))
+        yield from ((message, was_written) for message in (reply, *results))
 
 
 def _reply() -> Message:
@@ -352,11 +352,11 @@ def _result(state: _State, call_id: str | None) -> Message:
         text = _STOPPED
     if text is not None and not isinstance(text, str):
         text = _encoded(text).decode()
-    found = [Part(text=text)] if text else []
-    found += [
+    shown_parts = [Part(text=text)] if text else []
+    shown_parts += [
         _file(a.get("mime"), a.get("url"), a.get("filename")) for a in state.attachments or ()
     ]
-    return tool_result(shown(found), call_id, is_error=state.status == "error")
+    return tool_result(shown(shown_parts), call_id, is_error=state.status == "error")
 
 
 ADAPTER = Rows(

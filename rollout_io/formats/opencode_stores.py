@@ -174,7 +174,7 @@ class Folder:
                 pass  # reported when the message is read
             parts = [part.read_bytes() for part in _files(self.path / "part" / key, "*.json")]
             rows.append((created, natural_key(file.name), key, _row(key, data, parts)))
-        for _, _, key, row in sorted(rows, key=lambda each: each[:2]):
+        for _, _, key, row in sorted(rows, key=lambda entry: entry[:2]):
             yield f"message {key}", row
 
 

@@ -265,13 +265,13 @@ def _condense(agent: _Agent, args: _Args, identity: int) -> None:
     """Remove the events that a condensation forgets, and insert its summary, if any."""
     first, last = args.forgotten_events_start_id, args.forgotten_events_end_id
     forgotten = set(args.forgotten_event_ids or ())
-    kept = [
+    remaining = [
         entry
         for entry in agent.view
         if entry[0] not in forgotten
         and not (first is not None and last is not None and first <= entry[0] <= last)
     ]
     if args.summary is not None:
-        at = len(kept) if args.summary_offset is None else max(args.summary_offset, 0)
-        kept.insert(at, (identity, [{"role": "user", "content": args.summary}]))
-    agent.view = kept
+        at = len(remaining) if args.summary_offset is None else max(args.summary_offset, 0)
+        remaining.insert(at, (identity, [{"role": "user", "content": args.summary}]))
+    agent.view = remaining

@@ -238,10 +238,10 @@ def read(lines: Iterator[Line], log: Contexts) -> None:
             case Condensation():
                 log.show(_items(view))
                 view = _condensed(event, name, view, where)
-        if (said := _said_by(event)) is not None:
-            log.error = None if said["role"] == "assistant" else log.error
+        if (message := _said_by(event)) is not None:
+            log.error = None if message["role"] == "assistant" else log.error
             response = event.llm_response_id if isinstance(event, Action | Spoken) else None
-            view.append(_View(name, response or name, said, where))
+            view.append(_View(name, response or name, message, where))
     log.show(_items(view))
 
 
@@ -276,11 +276,13 @@ def _items(view: Sequence[_View]) -> Iterator[Item]:
 
 def _condensed(event: Condensation, name: str, view: Sequence[_View], where: str) -> list[_View]:
     forgotten = set(event.forgotten_event_ids or ())
-    kept = [seen for seen in view if seen.name not in forgotten]
+    remaining = [seen for seen in view if seen.name not in forgotten]
     if event.summary and event.summary_offset is not None:
         summary = {"role": "user", "content": event.summary}
-        kept.insert(max(event.summary_offset, 0), _View(f"{name} summary", name, summary, where))
-    return kept
+        remaining.insert(
+            max(event.summary_offset, 0), _View(f"{name} summary", name, summary, where)
+        )
+    return remaining
 
 
 def _said_by(event: Event) -> Message | None:
@@ -335,14 +337,14 @@ def _said(message: _Message, more: Sequence[_Text]) -> Message:
     return known(fields)
 
 
-def _observed(given: _Observation) -> list[_Text]:
+def _observed(observation: _Observation) -> list[_Text]:
     """Return what is sent of a result: after an error a line that says so, and the terminal's state."""
-    found = _listed(given.content if given.content is not None else given.output)
-    if not found and given.text:
-        found = [_Text(text=given.text)]
-    state = given.metadata
+    parts = _listed(observation.content if observation.content is not None else observation.output)
+    if not parts and observation.text:
+        parts = [_Text(text=observation.text)]
+    state = observation.metadata
     if state is not None:
-        text = "".join(each.text or "" for each in found)
+        text = "".join(part.text or "" for part in parts)
         text = f"{state.prefix or ''}{text}{state.suffix or ''}"
         if state.working_dir:
             text += f"\n[Current working directory: {state.working_dir}]"
@@ -350,8 +352,8 @@ def _observed(given: _Observation) -> list[_Text]:
             text += f"\n[Python interpreter: {state.py_interpreter_path}]"
         if state.exit_code not in {-1, None}:
             text += f"\n[Command finished with exit code {state.exit_code}]"
-        found = [_Text(text=text)]
-    return [_Text(text=_ERROR), *found] if given.is_error else found
+        parts = [_Text(text=text)]
+    return [_Text(text=_ERROR), *parts] if observation.is_error else parts
 
 
 def _listed(content: _Texts) -> list[_Text]:
@@ -360,24 +362,24 @@ def _listed(content: _Texts) -> list[_Text]:
 
 def _shown(content: Sequence[_Text]) -> str | list[Message]:
     parts: list[Part] = []
-    for each in content:
-        if each.type == "image" or each.image_urls:
-            urls = each.image_urls or []
+    for block in content:
+        if block.type == "image" or block.image_urls:
+            urls = block.image_urls or []
             parts += [Part(type="image_url", image_url={"url": url}) for url in urls]
-        elif each.text:
-            parts.append(Part(text=each.text))
+        elif block.text:
+            parts.append(Part(text=block.text))
     return shown(parts)
 
 
-def _tools(given: Sequence[Mapping[str, Any]] | None) -> list[Message] | None:
+def _tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Message] | None:
     """Return the tools that are logged in OpenAI's form, or by a name and a description."""
-    found: list[Message] = []
-    for each in given or ():
-        if isinstance(each.get("function"), Mapping):
-            found.append(dict(each))
-        elif isinstance(each.get("name"), str):
-            found.append(function_tool(each["name"], each.get("description"), _schema(each)))
-    return found or None
+    converted: list[Message] = []
+    for tool in tools or ():
+        if isinstance(tool.get("function"), Mapping):
+            converted.append(dict(tool))
+        elif isinstance(tool.get("name"), str):
+            converted.append(function_tool(tool["name"], tool.get("description"), _schema(tool)))
+    return converted or None
 
 
 def _schema(tool: Mapping[str, Any]) -> Any:

@@ -75,14 +75,14 @@ def is_request(value: Any) -> bool:
     """True for the request of a model call, or a list of messages."""
     value = value_of(value)
     if isinstance(value, Mapping):
-        found = [name for name, kind in _MESSAGES.items() if isinstance(value.get(name), kind)]
-        return bool(found) and (bool(_OF_REQUEST & value.keys()) or is_request(value[found[0]]))
+        names = [name for name, kind in _MESSAGES.items() if isinstance(value.get(name), kind)]
+        return bool(names) and (bool(_OF_REQUEST & value.keys()) or is_request(value[names[0]]))
     return _is_list_with(value, {"role"})
 
 
 def _is_list_with(value: Any, names: Collection[str]) -> bool:
     return isinstance(value, list) and any(
-        isinstance(each, Mapping) and not each.keys().isdisjoint(names) for each in value
+        isinstance(element, Mapping) and not element.keys().isdisjoint(names) for element in value
     )
 
 
@@ -99,14 +99,16 @@ def look(start: Start) -> tuple[str, str] | None:
     """
     for value in start.values:
         values = dict(_values(value[0] if isinstance(value, list) and value else value))
-        answers = {path: k for path, each in values.items() if path and (k := response_kind(each))}
+        answers = {
+            path: k for path, inner in values.items() if path and (k := response_kind(inner))
+        }
         if answers:
             path, kind = next(iter(answers.items()))
             ids = " with token ids" if _HAS_IDS.search(str(values[path])) else ""
-            found = dict(_mapping(values, path))
-            if not ids and "request" not in found:
+            mapping = dict(_mapping(values, path))
+            if not ids and "request" not in mapping:
                 return f"{kind} under `{path}`, without requests or token ids", ""
-            mapped = ",".join(f"{name}={at}" for name, at in found.items())
+            mapped = ",".join(f"{name}={at}" for name, at in mapping.items())
             return f"{kind}{ids} under `{path}`", shlex.quote(mapped)
     return None
 
@@ -148,9 +150,9 @@ def _values(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, A
     if isinstance(value, list) and value and isinstance(value[0], Mapping) and path:
         value, path = value[0], f"{path}[*]"
     if isinstance(value, Mapping) and depth < _MOST_DEPTH:
-        for key, each in [*value.items()][:_MOST_KEYS]:
+        for key, inner in [*value.items()][:_MOST_KEYS]:
             if isinstance(key, str) and key and not _UNMAPPABLE.search(key):
-                yield from _values(each, f"{path}.{key}" if path else key, depth + 1)
+                yield from _values(inner, f"{path}.{key}" if path else key, depth + 1)
 
 
 def paths_of(record: Any) -> list[str]:

@@ -183,17 +183,17 @@ def _message(record: Spoken | Custom, where: str) -> PiMessage:
 def _compact(record: Compaction, log: Contexts, where: str, heads: Collection[str]) -> None:
     path = log.path()
     first = log.find(record.first_kept_entry_id)
-    kept = path[path.index(first) :] if first in path else []
+    nodes = path[path.index(first) :] if first in path else []
     if record.system_message is not None:  # it has all that the system messages before it say
-        kept = [node for node in kept if node.key not in heads]
+        nodes = [node for node in nodes if node.key not in heads]
     log.replace()
     log.say([pi.summary_of(record.summary or "", is_branch=False)], where, f"{where}, summary")
-    log.keep(kept)
+    log.keep(nodes)
 
 
 def names(path: Path, first: Sequence[Any]) -> Names:
     """Return the names in the head of a file."""
-    head = next((each for each in first if isinstance(each, Head)), Head())
+    head = next((line for line in first if isinstance(line, Head)), Head())
     return Names(head.id or str(path), labels={"cwd": head.cwd})
 
 

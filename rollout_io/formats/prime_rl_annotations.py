@@ -149,7 +149,7 @@ class Annotations:
         for update in updates:
             info = _merged(info, update.info)
             try:
-                known = msgspec.convert(info, _Info)
+                facts = msgspec.convert(info, _Info)
             except msgspec.ValidationError as error:
                 raise InputError("record_type", update.where, str(error)) from None
             for branch in update.branches:
@@ -159,16 +159,16 @@ class Annotations:
                 self._take(branch, paths[branch.index], masks, update.where)
         if not updates:
             return
-        effective = known.effective
-        if effective is None and known.subset is not None:
-            effective = known.subset == "effective"
+        effective = facts.effective
+        if effective is None and facts.subset is not None:
+            effective = facts.subset == "effective"
         text = msgspec.json.encode(info).decode()
-        made = {
+        columns = {
             "effective": pa.scalar(effective, pa.bool_()),
-            "advantage": pa.scalar(known.advantage, pa.float64()),
+            "advantage": pa.scalar(facts.advantage, pa.float64()),
             "annotations": pa.scalar(text if info else None, pa.string()),
         }
-        self.columns = {name: value for name, value in made.items() if value.is_valid}
+        self.columns = {name: value for name, value in columns.items() if value.is_valid}
 
     def _take(
         self,
@@ -184,9 +184,9 @@ class Annotations:
                 got = f"branch {branch.index} has {len(values)} {name}"
                 expected = f"at most {num_tokens}, one per token"
                 raise broken("lengths_align", where, got, expected)
-            for node, own in _cut(values, path, masks):
-                if any(v is not None for v, m in zip(own, masks[node], strict=True) if m):
-                    self._streams.setdefault(node, {})[name] = (own, where)
+            for node, part in _cut(values, path, masks):
+                if any(v is not None for v, m in zip(part, masks[node], strict=True) if m):
+                    self._streams.setdefault(node, {})[name] = (part, where)
 
     def of(
         self, node: int, start: int, stop: int
@@ -202,12 +202,12 @@ class Annotations:
         """
         columns, logprobs = dict(self.columns), None
         for name, (values, where) in self._streams.get(node, {}).items():
-            own = values[start:stop]
+            part = values[start:stop]
             if name == LOGPROBS:
-                logprobs = logprob_array([v or 0.0 for v in own], len(own), where)
+                logprobs = logprob_array([v or 0.0 for v in part], len(part), where)
             else:
                 kind = pa.bool_() if name == _FLAGS else pa.float64()
-                columns[name] = pa.scalar(own, pa.list_(kind))
+                columns[name] = pa.scalar(part, pa.list_(kind))
         return logprobs, columns
 
 
@@ -217,8 +217,8 @@ def _cut(
     """Yield each node of a path with its part of a stream, null after the stream's end."""
     start = 0
     for node in path:
-        own = list(values[start : start + len(masks[node])])
-        yield node, own + [None] * (len(masks[node]) - len(own))
+        part = list(values[start : start + len(masks[node])])
+        yield node, part + [None] * (len(masks[node]) - len(part))
         start += len(masks[node])
 
 

@@ -144,11 +144,11 @@ def read(lines: Iterator[Line], log: Contexts) -> None:
         elif isinstance(record, Spoken):
             content = parts_in(record.message.parts if record.message else None)
             parts[key] = [*parts.get(key, []), *content]
-            said = gemini.messages_of(_ROLES[kind], parts[key], where) if parts[key] else []
+            messages = gemini.messages_of(_ROLES[kind], parts[key], where) if parts[key] else []
             if isinstance(record, Answer):
                 log.model = record.model or log.model
-            node = begun or log.say(said, where, key)
-            node.messages, node.where = said, where
+            node = begun or log.say(messages, where, key)
+            node.messages, node.where = messages, where
         else:
             log.say([], where, key)
 

@@ -109,7 +109,7 @@ def read(lines: Iterator[Line], log: Contexts) -> None:
 
 def names(path: Path, first: Sequence[Any]) -> Names:
     """Return the names in the header of a file; it may name the group and the attempt."""
-    head = next((each for each in first if isinstance(each, Head)), Head())
+    head = next((line for line in first if isinstance(line, Head)), Head())
     return Names(
         head.id or str(path),
         head.parent,
@@ -148,14 +148,14 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
             for rows in _trajectories(table):
                 done.num_rows_read += len(rows)
                 num_rewards += sum(map(_is_rewarded, rows))
-                said = [(row, messages) for row in rows if (messages := _said(row))]
+                told_rows = [(row, messages) for row in rows if (messages := _said(row))]
                 spoken = [
                     (row, messages)
-                    for row, messages in said
+                    for row, messages in told_rows
                     if row.get("error") is not None or any(map(is_answer, messages))
                 ]
-                done.leave_out(NO_MESSAGES, len(rows) - len(said))
-                done.leave_out(NO_ANSWER, len(said) - len(spoken))
+                done.leave_out(NO_MESSAGES, len(rows) - len(told_rows))
+                done.leave_out(NO_ANSWER, len(told_rows) - len(spoken))
                 done.num_rows_written += len(spoken)
                 for name, lines in _files(spoken, rows[-1]):
                     num_rewards -= _is_rewarded(lines[0])
@@ -191,17 +191,17 @@ def _said(row: Mapping[str, Any]) -> list[Message]:
     last = (row.get("segments") or [{}])[-1]
     sent, text = (last.get(n) or row.get(n) for n in ("messages", "response_text"))
     try:
-        found = json.loads(sent or "null")
+        messages = json.loads(sent or "null")
     except (ValueError, RecursionError):  # text
-        found = sent
-    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
-        prompt = found if found is None or isinstance(found, str) else sent
-        found = [{"role": "user", "content": prompt}] if prompt else []
-    if found and row["token_source"] != RETOKENIZED and text:
+        messages = sent
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        prompt = messages if messages is None or isinstance(messages, str) else sent
+        messages = [{"role": "user", "content": prompt}] if prompt else []
+    if messages and row["token_source"] != RETOKENIZED and text:
         content, calls = calls_in(text)
-        said = {"role": "assistant", "content": content}
-        found.append(said | ({"tool_calls": calls} if calls else {}))
-    return found
+        answer = {"role": "assistant", "content": content}
+        messages.append(answer | ({"tool_calls": calls} if calls else {}))
+    return messages
 
 
 def _files(

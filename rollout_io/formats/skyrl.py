@@ -92,18 +92,18 @@ def find_outputs(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]
     """Yield one run per file; it covers all trajectories in the file."""
     metrics: dict[str, Any] = {}
     runs: list[Found] = []
-    for given in inputs:
-        num_bytes = given.path.stat().st_size
-        place = Place(given.path, given.name, 0, num_bytes)
+    for log in inputs:
+        num_bytes = log.path.stat().st_size
+        place = Place(log.path, log.name, 0, num_bytes)
         progress(num_bytes)
         try:
-            found = read_document(_METRICS_DECODER, given.path)[0].rollout_metrics
+            rollout_metrics = read_document(_METRICS_DECODER, log.path)[0].rollout_metrics
         except RolloutError as error:
             runs.append(Rejected(place, error))
             continue
-        if found is not None:
-            metrics[given.name] = found
-        runs.append(Run(instance_id=given.name, repetition_id=0, places=[place]))
+        if rollout_metrics is not None:
+            metrics[log.name] = rollout_metrics
+        runs.append(Run(instance_id=log.name, repetition_id=0, places=[place]))
     if metrics:
         yield About(METRICS, metrics)
     yield from runs
@@ -160,15 +160,15 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
     from rollout_io.dataset.reader import read, read_metadata
 
     with new_export(out, dataset) as path:
-        table, found = read(dataset), Failures.of(dataset, failed)
+        table, failures = read(dataset), Failures.of(dataset, failed)
         outcome = read_metadata(dataset).outcome or "last"
         text = generator_output_text(_with_metrics(table, dataset), out, failed, outcome)
         path.write_text(text, encoding="utf-8")
-    masked, last = found.masked(table), np.asarray(table.column("is_last_step"))
+    masked, last = failures.masked(table), np.asarray(table.column("is_last_step"))
     done = Exported(num_rows_read=table.num_rows)
     done.num_rows_written = int((~masked | last).sum())
-    done.leave_out(FAILED, int((found.failed(table) & ~last).sum()))
-    done.leave_out(IN_FAILED_GROUP, int((masked & ~found.failed(table) & ~last).sum()))
+    done.leave_out(FAILED, int((failures.failed(table) & ~last).sum()))
+    done.leave_out(IN_FAILED_GROUP, int((masked & ~failures.failed(table) & ~last).sum()))
     if masked.any():
         num = int((masked & last).sum())
         done.remarks.append(f"{count(num, 'placeholder')} written for masked trajectories")
@@ -187,7 +187,7 @@ def _with_metrics(table: pa.Table, dataset: PathLike) -> pa.Table:
     from rollout_io.dataset.reader import read_metadata
 
     history = read_metadata(dataset).made_by
-    is_same = all(each["verb"] in {"merge", "unmerge"} for each in history[1:])
+    is_same = all(step["verb"] in {"merge", "unmerge"} for step in history[1:])
     by_file = history[0].get(METRICS) if history and is_same else None
     if not isinstance(by_file, dict) or len(by_file) != 1 or len(history[0]["inputs"]) != 1:
         return table

@@ -44,8 +44,8 @@ class TrajectoryID:
         return f"{self.instance_id}_{self.repetition_id}"
 
     def __eq__(self, other: object) -> bool:
-        own = self.instance_id, self.repetition_id
-        return own == tuple(getattr(other, f.name, None) for f in fields(self))
+        identity = self.instance_id, self.repetition_id
+        return identity == tuple(getattr(other, f.name, None) for f in fields(self))
 
     def __hash__(self) -> int:
         return hash((self.instance_id, self.repetition_id))
@@ -120,11 +120,11 @@ def aggregated(objects: Iterable[str]) -> dict[str, float]:
         >>> aggregated(['{"avg_x": 1, "calls": 2}', '{"avg_x": 2, "calls": 3}'])
         {'avg_x': 1.5, 'calls': 5.0}
     """
-    found: dict[str, list[float]] = {}
+    values_of: dict[str, list[float]] = {}
     for text in objects:
         for name, value in json.loads(text).items():
-            found.setdefault(name, []).append(float(value))
-    return {name: _how(name)(values) for name, values in found.items()}
+            values_of.setdefault(name, []).append(float(value))
+    return {name: _how(name)(values) for name, values in values_of.items()}
 
 
 def _how(name: str) -> Callable[[Sequence[float]], float]:
@@ -170,8 +170,8 @@ OtherFields = Literal["refuse", "keep", "drop"]
 
 def unknown_fields(output: Mapping[str, Any]) -> list[str]:
     """Return the names of fields that have a value but match no column."""
-    known = {*REQUIRED, *OPTIONAL, *COLUMN_FIELDS, "rollout_metrics"}
-    return [name for name, value in output.items() if value is not None and name not in known]
+    names = {*REQUIRED, *OPTIONAL, *COLUMN_FIELDS, "rollout_metrics"}
+    return [name for name, value in output.items() if value is not None and name not in names]
 
 
 def number(value: Any, name: str, row: int) -> float:
@@ -184,18 +184,18 @@ def number(value: Any, name: str, row: int) -> float:
 
 def user_columns(output: Mapping[str, Any], others: Sequence[str]) -> dict[str, pa.Array]:
     """Return the user columns: those of SkyRL's fields, and the unknown fields in `others`."""
-    found = {}
+    columns = {}
     if output.get(TIMES) is not None:
         times = [None if t is None else number(t, TIMES, r) for r, t in enumerate(output[TIMES])]
-        found[TIMES] = pa.array(times, pa.float64())
+        columns[TIMES] = pa.array(times, pa.float64())
     named = [SPLITS] if output.get(SPLITS) is not None else []
     for name in (*named, *others):
         if name in COLUMN_BY_NAME:
             got = f"the rollout table computes its column `{name}` from SkyRL's fields"
             hint = 'rename the field, or drop it: other_fields="drop" (--other-fields drop)'
             raise field_error("fields", name, got, hint=hint)
-        found[name] = _kept(output, name)
-    return found
+        columns[name] = _kept(output, name)
+    return columns
 
 
 def _kept(output: Mapping[str, Any], name: str) -> pa.Array:
@@ -259,26 +259,26 @@ def without_empty_rows(arrays: dict[str, Any]) -> tuple[BoolArray, list[str]]:
     for rows in _trajectories(arrays["is_last_step"]):
         if not any(is_empty[row] for row in rows):
             continue
-        kept = [row for row in rows if not is_empty[row]]
+        filled_rows = [row for row in rows if not is_empty[row]]
         error = NO_RESPONSE
-        if kept:
+        if filled_rows:
             error = "" if _move_rewards(arrays, rows, is_empty) else _NO_REWARD
         if error:
             num_failed += 1
             for row in rows:
                 errors[row] = error
-        kept = kept or rows[-1:]
+        filled_rows = filled_rows or rows[-1:]
         keep[rows] = False
-        keep[kept] = True
-        for index, row in enumerate(kept):
+        keep[filled_rows] = True
+        for index, row in enumerate(filled_rows):
             arrays["step_index"][row] = index
-            arrays["is_last_step"][row] = row == kept[-1]
+            arrays["is_last_step"][row] = row == filled_rows[-1]
     if num_failed:
         arrays["error"] = errors
         for name in ("reward", "rewards"):
             if name in arrays:
-                found = zip(arrays[name], errors, strict=True)
-                arrays[name] = [None if error else value for value, error in found]
+                pairs = zip(arrays[name], errors, strict=True)
+                arrays[name] = [None if error else value for value, error in pairs]
     first = arrays["trajectory_id"][is_empty.index(True)]
     text = f"{count(sum(is_empty), 'row')} with an empty response left out"
     text += f", first in trajectory {first!r}"
@@ -305,14 +305,14 @@ def _move_rewards(arrays: dict[str, Any], rows: list[int], is_empty: list[bool])
         if not is_empty[row]:
             target = row
             continue
-        own = rewards[row]
+        reward = rewards[row]
         if target is None:
-            if own:
+            if reward:
                 return False
-        elif row == rows[-1] or own:
+        elif row == rows[-1] or reward:
             if rewards[target]:
                 return False
-            rewards[target] = own
+            rewards[target] = reward
     metrics = arrays.get("metrics")
     if metrics is not None and target is not None and not metrics[target]:
         metrics[target] = metrics[rows[-1]]

@@ -288,8 +288,8 @@ def _rewards(table: pa.Table, masked: BoolArray, outcome: Outcome) -> list[Any]:
     if not in_last_row and _is_filled(table, "rewards", masked, "reward_kind"):
         return _filled(_lists(table, "rewards"), masked, lambda: [0.0])
     sums = outcome == "sum" and "reward" in table.column_names
-    known = _values(table, "reward") if sums else _of_last_step(table, "reward")
-    rewards = _filled(known, masked, lambda: 0.0)
+    values = _values(table, "reward") if sums else _of_last_step(table, "reward")
+    rewards = _filled(values, masked, lambda: 0.0)
     if None in rewards:
         where = _place(table, rewards.index(None), "reward")
         hint = "convert with --rewards FILE, filter out these trajectories, or set their `error`"
@@ -314,8 +314,8 @@ def _in_last_rows(rewards: Sequence[float], last: Sequence[bool]) -> list[float]
 
 def _of_last_step(table: pa.Table, name: str) -> list[Any]:
     """Return a scalar column; a row of several merged steps gets the last step's value."""
-    known = name in table.column_names
-    values = _values(table, name) if known else [None] * table.num_rows
+    is_present = name in table.column_names
+    values = _values(table, name) if is_present else [None] * table.num_rows
     if "segments" not in table.column_names:
         return values
     segments = table.column("segments")
@@ -354,20 +354,20 @@ def _routes(table: pa.Table, masked: BoolArray) -> list[Any] | None:
 
 def _newer_fields(table: pa.Table, masked: BoolArray) -> GeneratorOutput:
     """Return fields that SkyRL 0.3 lacks and `token_source`, if the table has them."""
-    found: GeneratorOutput = {}
+    output: GeneratorOutput = {}
     names = table.column_names
     sources = _values(table, "token_source")
     if set(sources) != {"engine"}:
-        found["token_source"] = sources
+        output["token_source"] = sources
     if SPLITS in names and pa.types.is_struct(table.schema.field(SPLITS).type):
         splits = _values(table, SPLITS)
         keys = [field.name for field in table.schema.field(SPLITS).type]
-        found["trajectory_time_splits"] = {
+        output["trajectory_time_splits"] = {
             key: [None if split is None else split[key] for split in splits] for key in keys
         }
     if (support := support_arrays(table, masked)) is not None:
-        found["rollout_sample_support"] = support
-    return found
+        output["rollout_sample_support"] = support
+    return output
 
 
 def support_arrays(table: pa.Table, masked: BoolArray) -> list[Any] | None:

@@ -122,8 +122,8 @@ def table_of(
         named = ", ".join(others)
         warnings.append(f"GeneratorOutput fields without a matching column were {done}: {named}")
     metrics = output.get("rollout_metrics")
-    known = None if metrics is None else {METRICS_KEY: _json(metrics)}
-    return Converted(table.replace_schema_metadata(known), warnings)
+    metadata = None if metrics is None else {METRICS_KEY: _json(metrics)}
+    return Converted(table.replace_schema_metadata(metadata), warnings)
 
 
 def _check_fields(output: Mapping[str, Any], unknown: Sequence[str]) -> None:
@@ -202,23 +202,29 @@ def trajectory_identity(value: Any, row: int) -> TrajectoryID:
         >>> trajectory_identity("add-3-4_0", 0)
         TrajectoryID(instance_id='add-3-4', repetition_id=0)
     """
-    found = None
+    identity = None
     try:
         if isinstance(value, str):
             name, _, number = value.rpartition("_")
-            found = TrajectoryID(name, int(number)) if f"{name}_{int(number)}" == value else None
+            identity = TrajectoryID(name, int(number)) if f"{name}_{int(number)}" == value else None
         elif isinstance(value, Mapping):
-            found = TrajectoryID(str(value["instance_id"]), operator.index(value["repetition_id"]))
+            identity = TrajectoryID(
+                str(value["instance_id"]), operator.index(value["repetition_id"])
+            )
         else:
-            found = TrajectoryID(str(value.instance_id), operator.index(value.repetition_id))
+            identity = TrajectoryID(str(value.instance_id), operator.index(value.repetition_id))
     except (AttributeError, KeyError, TypeError, ValueError):
         pass
-    if found is None or not _is_text(found.instance_id) or abs(found.repetition_id) >= 2**31:
+    if (
+        identity is None
+        or not _is_text(identity.instance_id)
+        or abs(identity.repetition_id) >= 2**31
+    ):
         expected = (
             "an instance_id and an integer repetition_id below 2147483648, or INSTANCE_REPETITION"
         )
         raise field_error("trajectory_id", "trajectory_ids", repr(value), expected, row=row)
-    return found
+    return identity
 
 
 def _step_indices(identities: Sequence[TrajectoryID], last: Sequence[bool]) -> list[int]:
@@ -375,12 +381,12 @@ def _support(output: Mapping[str, Any], failed: Sequence[bool]) -> list[Any] | N
 
 def _assemble(arrays: Mapping[str, Any]) -> pa.Table:
     columns = [c for c in COLUMNS if arrays.get(c.name) is not None]
-    made = [_to_arrow(arrays[c.name], c.type) for c in columns]
+    converted = [_to_arrow(arrays[c.name], c.type) for c in columns]
     fields = [
         pa.field(c.name, a.type, COLUMN_BY_NAME[c.name].nullable)
-        for c, a in zip(columns, made, strict=True)
+        for c, a in zip(columns, converted, strict=True)
     ]
-    return pa.Table.from_arrays(made, schema=pa.schema(fields))
+    return pa.Table.from_arrays(converted, schema=pa.schema(fields))
 
 
 def _to_arrow(values: Any, kind: pa.DataType | None) -> pa.Array:

@@ -94,25 +94,25 @@ def _all(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
     The instance is `FILE/GROUP`: the file name without its extension (the entire path, if two files
     share a name), and `group_index`.
     """
-    names = [Path(given.name).name.split(".")[0] or given.name for given in inputs]
-    for given, name in zip(inputs, names, strict=True):
-        num_bytes = given.path.stat().st_size
+    names = [Path(log.name).name.split(".")[0] or log.name for log in inputs]
+    for log, name in zip(inputs, names, strict=True):
+        num_bytes = log.path.stat().st_size
         progress(num_bytes)
         try:
-            samples = _load(given.path, Version.of(given.path), given.name)
+            samples = _load(log.path, Version.of(log.path), log.name)
         except RolloutError as error:
-            yield Rejected(Place(given.path, given.name, None, num_bytes), error)
+            yield Rejected(Place(log.path, log.name, None, num_bytes), error)
             continue
-        file = name if names.count(name) == 1 else given.name
-        yield from _find(given, file, samples, num_bytes // len(samples))
+        file = name if names.count(name) == 1 else log.name
+        yield from _find(log, file, samples, num_bytes // len(samples))
 
 
-def _find(given: Input, file: str, samples: Sequence[Any], num_bytes: int) -> Iterator[Found]:
+def _find(log: Input, file: str, samples: Sequence[Any], num_bytes: int) -> Iterator[Found]:
     keys = [_key(sample, number) for number, sample in enumerate(samples)]
 
     def found() -> Iterator[Found]:
         for number, sample in enumerate(samples):
-            place = Place(given.path, f"{given.name}, samples[{number}]", None, num_bytes, number)
+            place = Place(log.path, f"{log.name}, samples[{number}]", None, num_bytes, number)
             try:
                 yield _run_of(_sample(sample, place.where), file, keys[number][1], place)
             except RolloutError as error:
@@ -127,11 +127,11 @@ def _key(sample: Any, number: int) -> tuple[int | None, str]:
         named = msgspec.convert(sample, _Named, strict=True)
     except (msgspec.ValidationError, RecursionError):
         named = _Named()
-    own = named.index if named.rollout_id is None else named.rollout_id
-    return named.group_index, f"sample-{number}" if own is None else str(own)
+    shared = named.index if named.rollout_id is None else named.rollout_id
+    return named.group_index, f"sample-{number}" if shared is None else str(shared)
 
 
-def _run_of(sample: _Sample, file: str, own: str, place: Place) -> Run:
+def _run_of(sample: _Sample, file: str, shared: str, place: Place) -> Run:
     group = None if sample.group_index is None else str(sample.group_index)
     labels = filled(
         group_index=group,
@@ -141,7 +141,7 @@ def _run_of(sample: _Sample, file: str, own: str, place: Place) -> Run:
         file=file,
         label=sample.label if isinstance(sample.label, str) else None,
     )
-    instance = f"{file}/{own if group is None else group}"
+    instance = f"{file}/{shared if group is None else group}"
     return Run(instance_id=instance, repetition_id=None, places=[place], labels=labels)
 
 
@@ -163,9 +163,9 @@ def read_samples(run: Run, _options: Options) -> Trajectory:
     error = _error([sample for sample, _ in siblings], outcome)
     failed = run.failed or error is not None
     steps = [_step(sample, where, failed=failed) for sample, where in siblings]
-    given = [reward for reward, _ in rewards]
-    if len(set(given)) > 1:
-        for step, reward in zip(steps, given, strict=True):
+    values = [reward for reward, _ in rewards]
+    if len(set(values)) > 1:
+        for step, reward in zip(steps, values, strict=True):
             step.reward = reward
     last = siblings[-1][0]
     for (sample, where), step in zip(siblings, steps, strict=True):
@@ -292,16 +292,16 @@ def _reward(sample: _Sample, where: str) -> tuple[float | None, dict[str, float]
 
 
 def _numbers(values: Mapping[Any, Any], where: str) -> dict[str, float]:
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for name, value in values.items():
         plain = value.item() if hasattr(value, "item") and getattr(value, "size", 2) == 1 else value
         if isinstance(name, str) and isinstance(plain, (int, float)):
             try:
-                found[name] = float(plain)
+                numbers[name] = float(plain)
             except OverflowError:
                 got = "the number is too large for a 64-bit float"
                 raise InputError("record_type", f"{where}, {name}", got) from None
-    return found
+    return numbers
 
 
 def _error(samples: Sequence[_Sample], outcome: float | None) -> str | None:
@@ -328,8 +328,8 @@ def _load(path: Path, _: Version, where: str) -> list[Any]:
     if not Start(path).torch_pickle:
         got = "the file was not written by torch.save, or it is cut off"
         raise InputError("torch_file", where, got, hint="save the rollout again")
-    found = _load_plain(path, where)
-    samples = found.get("samples") if isinstance(found, dict) else None
+    document = _load_plain(path, where)
+    samples = document.get("samples") if isinstance(document, dict) else None
     if not isinstance(samples, list) or not samples:
         raise InputError(
             "no_calls", where, "the file has no samples", hint="save the rollout again"

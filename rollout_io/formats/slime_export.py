@@ -71,7 +71,7 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
     done, groups = Exported(), Groups()
     uniform = Uniform(dataset, ["rollout_logprobs", ROUTES, SUPPORT])
     samples: list[dict[str, Any]] = []
-    num_removed, kept = 0, dict[str, None]()
+    num_removed, in_metadata = 0, dict[str, None]()
     with new_export(out, dataset) as path:
         failures, pictures = Failures.of(dataset, failed), PictureBytes(dataset)
         for piece in map(pictures.restored_in, declared_tables(dataset)):
@@ -83,7 +83,7 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
             for row, number, removed in zip(_rows(piece), numbers, masked.tolist(), strict=True):
                 samples.append(_sample(row, *number, removed=removed))
             num_removed += int(masked.sum())
-            kept |= dict.fromkeys(name for name in IN_METADATA if name in piece.column_names)
+            in_metadata |= dict.fromkeys(name for name in IN_METADATA if name in piece.column_names)
         done.num_rows_read = done.num_rows_written = len(samples)
         done.close(dataset)
         _complete(samples, uniform, torch)
@@ -93,8 +93,10 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
         done.remarks.append(
             f"{count(num_removed, 'sample')} excluded from training with remove_sample"
         )
-    if kept:
-        done.remarks.append(f"in `metadata`, since Sample has no field for them: {', '.join(kept)}")
+    if in_metadata:
+        done.remarks.append(
+            f"in `metadata`, since Sample has no field for them: {', '.join(in_metadata)}"
+        )
     done.remarks += groups.remarks("slime", "n_samples_per_prompt")
     return done
 
@@ -131,10 +133,12 @@ def _sample(row: dict[str, Any], group: int, trajectory: int, *, removed: bool) 
 def _versions(row: dict[str, Any]) -> list[str]:
     """Return the version of each run of tokens that were sampled with the same weights."""
     mask, version = row["loss_mask"], row.get("policy_version")
-    found = [v for v, is_own in zip(row.get("policy_versions") or (), mask, strict=False) if is_own]
-    if not found and version is not None:
-        found = [version]
-    return [str(version) for version, _ in groupby(found)]
+    versions = [
+        v for v, is_own in zip(row.get("policy_versions") or (), mask, strict=False) if is_own
+    ]
+    if not versions and version is not None:
+        versions = [version]
+    return [str(version) for version, _ in groupby(versions)]
 
 
 def _sent(row: dict[str, Any]) -> Any:
@@ -159,8 +163,8 @@ def _complete(samples: list[dict[str, Any]], uniform: Uniform, torch: Any) -> No
     shape = next((_shape(s) for s in samples if s["rollout_routed_experts"]), ())
     for sample in samples:
         num = sample["response_length"]
-        known = sample["rollout_log_probs"] or [0.0] * num
-        sample["rollout_log_probs"] = known if uniform.has_values("rollout_logprobs") else None
+        logprobs = sample["rollout_log_probs"] or [0.0] * num
+        sample["rollout_log_probs"] = logprobs if uniform.has_values("rollout_logprobs") else None
         if uniform.has_values(SUPPORT):
             sets = sample["rollout_top_p_token_offsets"] or [[]] * num
             sample["rollout_top_p_token_ids"] = [i for ids in sets for i in ids]
@@ -184,7 +188,7 @@ def _routes(sample: dict[str, Any], routes: list[Any], shape: tuple[int, ...], t
         got = f"routing of {count(len(routes), 'token')}"
         expected, hint = f"{wanted}, all but the last token", f"drop the column {ROUTES}"
         raise InputError("routing_complete", f"trajectory {where!r}", got, expected, hint)
-    found = torch.zeros((wanted, *shape), dtype=torch.int32)
+    padded = torch.zeros((wanted, *shape), dtype=torch.int32)
     if routes:
-        found[: len(routes)] = torch.tensor(routes[:wanted], dtype=torch.int32)
-    return found
+        padded[: len(routes)] = torch.tensor(routes[:wanted], dtype=torch.int32)
+    return padded

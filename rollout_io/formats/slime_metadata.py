@@ -74,10 +74,10 @@ def read_back(step: Step, metadata: Mapping[Any, Any], where: str) -> dict[Any, 
         step.policy_versions = np.array(columns.policy_versions, np.int32)
     if columns.trainer_logprobs is not None:
         step.trainer_logprobs = logprob_array(columns.trainer_logprobs, num_tokens, where)
-    own = {name: v for name, v in metadata.items() if name not in COLUMN_BY_NAME}
+    others = {name: v for name, v in metadata.items() if name not in COLUMN_BY_NAME}
     step.columns = {
         name: pa.scalar(value, pa.string())
-        for name, value in own.items()
+        for name, value in others.items()
         if isinstance(name, str) and isinstance(value, str) and name not in _MADE
     }
-    return own
+    return others

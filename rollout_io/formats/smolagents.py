@@ -69,8 +69,8 @@ def read(steps: list[Step], run: Run, _: Options) -> Trajectory:
     return Trajectory(steps=steps_of(calls, place, failed=run.failed))
 
 
-def _calls(given: list[Any], answer: Mapping[str, Any], where: str) -> Iterator[Call]:
-    prompt = _joined(frameworks.messages([_cleaned(m) for m in given], where))
+def _calls(memory: list[Any], answer: Mapping[str, Any], where: str) -> Iterator[Call]:
+    prompt = _joined(frameworks.messages([_cleaned(m) for m in memory], where))
     raw = answer.get("raw")
     fields = {name: value for name, value in answer.items() if name != "raw"}
     for reply in answers_of(fields, where):
@@ -84,13 +84,13 @@ def _cleaned(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _joined(messages: list[Message]) -> list[Message]:
-    found: list[Message] = []
+    joined: list[Message] = []
     for message in messages:
-        if found and found[-1]["role"] == message["role"]:
-            extend(found[-1], message)
+        if joined and joined[-1]["role"] == message["role"]:
+            extend(joined[-1], message)
         else:
-            found.append(message)
-    return found
+            joined.append(message)
+    return joined
 
 
 def _is_step(step: Any) -> bool:

@@ -161,25 +161,25 @@ def _with_index(items: Iterable[Found]) -> Iterator[Found]:
 
 def _messages(logged: list[Any], where: str) -> Iterator[Message]:
     """Yield the messages that the agent saw, in OpenAI's format."""
-    for i, each in enumerate(logged):
-        if not isinstance(each, Mapping):
+    for i, message in enumerate(logged):
+        if not isinstance(message, Mapping):
             raise InputError("message", f"{where}[{i}]", "a message is no object")
-        inner = each.get("tool_messages")  # results of parallel calls
+        inner = message.get("tool_messages")  # results of parallel calls
         if isinstance(inner, list):
             yield from _messages(inner, f"{where}[{i}]")
             continue
-        role = each.get("role")
-        if role == "tool" and each.get("requestor", "assistant") != "assistant":
+        role = message.get("role")
+        if role == "tool" and message.get("requestor", "assistant") != "assistant":
             continue
-        if role == "user" and not each.get("content"):
+        if role == "user" and not message.get("content"):
             continue  # a call of the user's own tools
-        calls = [_call(call) for call in each.get("tool_calls") or ()] if role != "user" else []
+        calls = [_call(call) for call in message.get("tool_calls") or ()] if role != "user" else []
         fields = {
             "role": role,
-            "content": each.get("content") or "",
+            "content": message.get("content") or "",
             "tool_calls": calls or None,
-            "tool_call_id": each.get("id") if role == "tool" else None,
-            "is_error": True if role == "tool" and each.get("error") is True else None,
+            "tool_call_id": message.get("id") if role == "tool" else None,
+            "is_error": True if role == "tool" and message.get("error") is True else None,
         }
         yield from read_messages([raw_of(known(fields))], f"{where}[{i}]")
 
@@ -202,7 +202,7 @@ def _is_results(value: Any) -> bool:
         return False
     simulations = value.get("simulations")
     if isinstance(simulations, list):
-        return any(isinstance(each, Mapping) and _is_simulation(each) for each in simulations)
+        return any(isinstance(one, Mapping) and _is_simulation(one) for one in simulations)
     return _is_simulation(value) or _is_index(value)
 
 

@@ -122,8 +122,8 @@ def read_trace(run: Run, options: Options) -> Trajectory:
     trace, where = run.instance_id, run.places[0].where
     spans: dict[str, Span] = {}
     for place in run.places:
-        found = _spans(Record(place, read_record(place)))
-        spans |= {span.id: span for span in found if span.trace == place.part}
+        spans_here = _spans(Record(place, read_record(place)))
+        spans |= {span.id: span for span in spans_here if span.trace == place.part}
     ordered = sorted(spans.values(), key=lambda span: span.start)
     calls = list(_calls(ordered, spans, where))
     error = next((s.error for s in ordered if s.error and s.parent not in spans), None)
@@ -153,22 +153,22 @@ def _reward(
 ) -> float | None:
     if options.reward is not None:
         return scores.get(options.reward)
-    own = [score for name, score in scores.items() if name not in opinions]
-    return scores.get("reward", own[0] if len(own) == len(scores) == 1 else None)
+    scores_alone = [score for name, score in scores.items() if name not in opinions]
+    return scores.get("reward", scores_alone[0] if len(scores_alone) == len(scores) == 1 else None)
 
 
 def _evaluations(span: Span) -> dict[str, float]:
     """Return the scores in the events of a span."""
-    found = {}
+    scores = {}
     for event in span.events:
         name, value = (at(event, f"gen_ai.evaluation.{n}") for n in ("name", "score.value"))
         if isinstance(name, str) and isinstance(value, int | float):
-            found[name] = float(value)
-    return found
+            scores[name] = float(value)
+    return scores
 
 
 def _calls(ordered: Iterable[Span], spans: Mapping[str, Span], where: str) -> Iterator[Call]:
-    found = []
+    calls = []
     for span in ordered:
         if not is_call(span):
             continue
@@ -176,27 +176,27 @@ def _calls(ordered: Iterable[Span], spans: Mapping[str, Span], where: str) -> It
         if logged is None:
             note(NO_ANSWER)
         else:
-            found.append(logged)
-    around = {above for each in found for above in _above(each.span, spans)}
-    note(AROUND, sum(each.span.id in around for each in found))
+            calls.append(logged)
+    around = {above for call in calls for above in _above(call.span, spans)}
+    note(AROUND, sum(call.span.id in around for call in calls))
     last: dict[str | None, list[Message]] = {}
-    for each in found:
-        span = each.span
+    for call in calls:
+        span = call.span
         if span.id in around:
             continue
-        prompt = _whole_prompt(each, last.get(span.parent), spans)
-        for answer in each.answers:
+        prompt = _whole_prompt(call, last.get(span.parent), spans)
+        for answer in call.answers:
             yield Call(
                 where=f"{where}, span {span.id}",
                 prompt=prompt,
                 reply=answer,
-                answer=each.raw,
+                answer=call.raw,
                 agent=_agent(span, spans),
-                tools=each.tools,
+                tools=call.tools,
                 stop_reason=stop_reason(span),
                 **sampling(span),
             )
-        last[span.parent] = [*prompt, *each.answers[:1]]
+        last[span.parent] = [*prompt, *call.answers[:1]]
 
 
 def _above(span: Span, spans: Mapping[str, Span]) -> Iterator[str]:
@@ -215,8 +215,8 @@ def _whole_prompt(
 ) -> list[Message]:
     prompt = logged.prompt
     if before is not None and prompt[0]["role"] == "tool" and prompt[: len(before)] != before:
-        asked = [c.get("id") for m in before[-1:] for c in m.get("tool_calls", ())]
-        if prompt[0].get("tool_call_id") in asked:
+        call_ids = [c.get("id") for m in before[-1:] for c in m.get("tool_calls", ())]
+        if prompt[0].get("tool_call_id") in call_ids:
             note(CONTINUED)
             return [*before, *prompt]
     if any(message["role"] in {"system", "developer"} for message in prompt):
@@ -233,9 +233,9 @@ def _whole_prompt(
 
 
 def _system_of(span: Span) -> str | None:
-    found = first_value(span, ("gen_ai.system_instructions",))
-    if found is not None:
-        return instructions_text(found)
+    instructions = first_value(span, ("gen_ai.system_instructions",))
+    if instructions is not None:
+        return instructions_text(instructions)
     value = value_of(first_value(span, ("gen_ai.input.messages", "langfuse.input")))
     first = value[0] if isinstance(value, list) and value else None
     if isinstance(first, Mapping) and first.get("role") == "system":
@@ -246,18 +246,18 @@ def _system_of(span: Span) -> str | None:
 
 def _agent(span: Span, spans: Mapping[str, Span]) -> str | None:
     names = ("gen_ai.agent.name", "agent.name")
-    own = first_value(span, names)
-    if isinstance(own, str):
-        return own
+    named = first_value(span, names)
+    if isinstance(named, str):
+        return named
     for above in _above(span, spans):
-        found = spans.get(above)
-        if found is None:
+        outer = spans.get(above)
+        if outer is None:
             continue
-        name = first_value(found, names)
+        name = first_value(outer, names)
         if isinstance(name, str):
             return name
-        if found.kind in _AGENTS:
-            return found.name or None
+        if outer.kind in _AGENTS:
+            return outer.name or None
     return None
 
 
@@ -281,7 +281,7 @@ def _has_spans(record: Any) -> bool:
     if isinstance(data, Mapping):
         return isinstance(data.get("spans"), list)
     if isinstance(observations, list):
-        return any(isinstance(each, Mapping) and "traceId" in each for each in observations)
+        return any(isinstance(one, Mapping) and "traceId" in one for one in observations)
     return "resourceSpans" in record or "resource_spans" in record
 
 

@@ -254,8 +254,8 @@ def read(record: Record, run: Run, options: Options) -> Trajectory:
     place = run.places[0]
     if "episode" not in run.labels:
         return read_row(record, place, options)
-    others = [each for each in run.places[1:] if each.part != PART]
-    updates = read_updates([each for each in run.places if each.part == PART])
+    others = [part for part in run.places[1:] if part.part != PART]
+    updates = read_updates([part for part in run.places if part.part == PART])
     first = _read_episode(place, options, updates, failed=run.failed)
     for other in others:
         second = _read_episode(other, options, updates, failed=run.failed)
@@ -299,14 +299,14 @@ def _read_episode(
     steps, num_left_out = _steps(graphs, _policy(episode), failed=failed)
     main = numbered[-1][1] if numbered else Trace()
     metrics = metrics_of(_prefixes([trace for _, trace in numbered]))
-    known = [t.reward for _, t in numbered if t.agent.trainable and t.reward is not None]
-    if known:
-        metrics.setdefault("reward", known[-1])
+    rewards = [t.reward for _, t in numbered if t.agent.trainable and t.reward is not None]
+    if rewards:
+        metrics.setdefault("reward", rewards[-1])
     if num_left_out:
         metrics["num_calls_without_tokens"] = float(num_left_out)
     return Trajectory(
         steps=steps,
-        reward=known[-1] if known else None,
+        reward=rewards[-1] if rewards else None,
         error=error,
         metrics=metrics,
         user_values=_texts(episode, main),
@@ -329,18 +329,18 @@ def _steps(
     for graph in graphs:
         missing = graph.without_tokens
         if not has_tokens and not failed:
-            own: list[Step | Conversation] = [*graph.conversations()]
+            graph_steps: list[Step | Conversation] = [*graph.conversations()]
         else:
             trains = graph.trace.agent.trainable or len(missing) < len(graph.sampled)
             if missing and trains and not failed:
                 raise graph.missing()
             num_left_out += len(missing)
-            own = list(graph.steps(failed=failed))
-        for step in own:
+            graph_steps = list(graph.steps(failed=failed))
+        for step in graph_steps:
             if isinstance(step, Step) and graph.trace.agent.trainable:
                 step.policy_version = policy.start
-        note(_UNUSED, int(graph.is_annotated and not own))
-        steps += own
+        note(_UNUSED, int(graph.is_annotated and not graph_steps))
+        steps += graph_steps
     return steps, num_left_out
 
 

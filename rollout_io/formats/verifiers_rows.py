@@ -139,13 +139,13 @@ def read_row(record: Open, place: Place, options: Options) -> Trajectory:
     error = _error(row.error)
     if error is None and options.timeouts == "fail" and "timeout" in (row.stop_condition or ""):
         error = row.stop_condition
-    known = {"reward": row.reward} if row.reward is not None else {}
+    rewards = {"reward": row.reward} if row.reward is not None else {}
     others = {name: value for name, value in fields.items() if name not in _NAMES}
     return Trajectory(
         steps=_steps(row, where, metadata_beside(place.path), failed=error is not None),
         reward=row.reward,
         error=error,
-        metrics={**known, **numbers(others, where), **numbers(row.metrics or {}, where)},
+        metrics={**rewards, **numbers(others, where), **numbers(row.metrics or {}, where)},
         user_values=filled(
             stop_condition=row.stop_condition, task=label(fields.get("task"), where)
         ),
@@ -198,9 +198,9 @@ def _step(call: _Step, tokens: _Tokens, where: str, metadata: Metadata) -> Step:
     if not tokens.is_truncated:  # truncated to the trainer's context, so the originals differ
         _refuse_difference(tokens, answer.message.tokens if answer.message else None, where)
         usage = answer.usage or usage
-    given = bytes(call.prompt)
-    said = _messages(call.completion, "assistant")
-    texts = [text for m in said if (text := text_of(decode_line(_ANY, bytes(m), where)))]
+    sent = bytes(call.prompt)
+    completion = _messages(call.completion, "assistant")
+    texts = [text for m in completion if (text := text_of(decode_line(_ANY, bytes(m), where)))]
     return Step(
         source=where,
         prompt_token_ids=prompt,
@@ -212,9 +212,9 @@ def _step(call: _Step, tokens: _Tokens, where: str, metadata: Metadata) -> Step:
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         sampling_extra=sampling_extra(sampling),
-        messages=None if given == b"null" else given.decode(),
+        messages=None if sent == b"null" else sent.decode(),
         response_text="\n".join(texts) or None,
-        texts=texts if len(said) == 1 else (),
+        texts=texts if len(completion) == 1 else (),
         num_counted=(usage.prompt_tokens or None, usage.completion_tokens or None),
     )
 
@@ -224,9 +224,9 @@ def _refuse_difference(tokens: _Tokens, others: _Tokens | None, where: str) -> N
     if others is None:
         return
     for name in ("prompt_ids", "completion_ids"):
-        ids, own = bytes(getattr(tokens, name)), bytes(getattr(others, name))
-        if own != b"null":
-            same_ids(ids, own, name, where)
+        ids, others_ids = bytes(getattr(tokens, name)), bytes(getattr(others, name))
+        if others_ids != b"null":
+            same_ids(ids, others_ids, name, where)
     if others.completion_logprobs and others.completion_logprobs != tokens.completion_logprobs:
         got = "the two lists of completion_logprobs differ"
         raise InputError("conflicting_ids", where, got, hint=_AS_SAVED)

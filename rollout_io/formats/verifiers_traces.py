@@ -95,8 +95,8 @@ class Trace(msgspec.Struct, gc=False):
     @property
     def reward(self) -> float | None:
         """Sum of scores times weights; None if there is no score."""
-        known = [r.score * r.weight for r in (self.rewards or {}).values() if r is not None]
-        return sum(known) if known else None
+        weighted = [r.score * r.weight for r in (self.rewards or {}).values() if r is not None]
+        return sum(weighted) if weighted else None
 
 
 _ANY = msgspec.json.Decoder(Any)
@@ -283,9 +283,9 @@ def _logprobs(
     """Return one log-probability per token, 0 for tokens that were not sampled."""
     if not node.logprobs:
         return None
-    given = logprob_array(node.logprobs, int(mask.sum()), where)
+    logprobs = logprob_array(node.logprobs, int(mask.sum()), where)
     spread = np.zeros(len(mask), np.float32)
-    spread[mask] = given
+    spread[mask] = logprobs
     return spread
 
 
@@ -302,16 +302,16 @@ def runs(mask: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
 
 def metrics_of(traces: Sequence[tuple[str, Trace]]) -> dict[str, float]:
     """Return the metrics and rewards of traces, and weights other than 1, by prefixed name."""
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for prefix, trace in traces:
         for name, reward in (trace.rewards or {}).items():
             if reward is not None:
-                found[f"{prefix}{name}"] = reward.score
+                metrics[f"{prefix}{name}"] = reward.score
                 if reward.weight != 1:
-                    found[f"{prefix}{name}.weight"] = reward.weight
+                    metrics[f"{prefix}{name}.weight"] = reward.weight
         rest = {f"{prefix}{k}": v for k, v in (trace.metrics or {}).items() if v is not None}
-        found |= {_free(name, found): float(value) for name, value in rest.items()}
-    return found
+        metrics |= {_free(name, metrics): float(value) for name, value in rest.items()}
+    return metrics
 
 
 def _free(name: str, taken: Mapping[str, float]) -> str:

@@ -176,8 +176,8 @@ def _scores(table: pa.Table, rewards: list[float]) -> pa.Array:
     scores = np.zeros(responses.offsets[-1])
     scores[responses.offsets[1:] - 1] = rewards
     if "rewards" in table.column_names:
-        known = Ragged.from_arrow(table.column("rewards"))
-        scores[ranges(responses.offsets[:-1], known.lengths)] = known.values
+        placed = Ragged.from_arrow(table.column("rewards"))
+        scores[ranges(responses.offsets[:-1], placed.lengths)] = placed.values
     return Ragged(scores.astype(np.float32), responses.offsets, responses.valid).to_arrow(
         pa.float32()
     )

@@ -116,7 +116,7 @@ _MESSAGE_DECODER = msgspec.json.Decoder(_Message)
 _TOOL_DECODER = msgspec.json.Decoder(_Tool)
 
 
-def messages(given: Iterable[Any], where: str) -> list[Message]:
+def messages(logged: Iterable[Any], where: str) -> list[Message]:
     """Convert messages; a message with results of tools becomes several.
 
     Example:
@@ -124,11 +124,11 @@ def messages(given: Iterable[Any], where: str) -> list[Message]:
         >>> messages([{"role": "assistant", "content": [call]}], "a.jsonl:1")[0]["tool_calls"]
         [{'id': 't', 'type': 'function', 'function': {'name': 'ls', 'arguments': '{}'}}]
     """
-    found: list[Message] = []
-    for i, each in enumerate(given):
-        message = decode_line(_MESSAGE_DECODER, bytes(raw_of(each)), f"{where}[{i}]")
-        found += messages_of(message.role, message.content, f"{where}[{i}]")
-    return found
+    converted: list[Message] = []
+    for i, raw in enumerate(logged):
+        message = decode_line(_MESSAGE_DECODER, bytes(raw_of(raw)), f"{where}[{i}]")
+        converted += messages_of(message.role, message.content, f"{where}[{i}]")
+    return converted
 
 
 def messages_of(role: str, content: Parts, where: str) -> list[Message]:
@@ -140,13 +140,13 @@ def messages_of(role: str, content: Parts, where: str) -> list[Message]:
         return results
     if role != "assistant":
         return [*results, _message(role, rest, where)]
-    made: list[Message] = []
+    pieces: list[Message] = []
     for run in _runs(rest):
         if run[:1] and run[0].type.endswith(_RESULT):
-            made.append(_server_result(run[0]))
+            pieces.append(_server_result(run[0]))
         else:
-            made.append(_message(role, run, where))
-    return [*results, *made]
+            pieces.append(_message(role, run, where))
+    return [*results, *pieces]
 
 
 def _runs(parts: Sequence[Part]) -> list[list[Part]]:
@@ -168,13 +168,13 @@ def _message(role: str, parts: Sequence[Part], where: str) -> Message:
     calls = [part for part in parts if _is_call(part)]
     thoughts = [part.said for part in parts if part.type in THOUGHTS and part.said]
     rest = [part for part in parts if part.type not in THOUGHTS and not _is_call(part)]
-    made = {
+    message = {
         "role": role,
         "content": shown(rest),
         "reasoning_content": "\n".join(thoughts) or None,
         "tool_calls": [_call(part, where) for part in calls] or None,
     }
-    return known(made)
+    return known(message)
 
 
 def _is_call(part: Part) -> bool:
@@ -215,10 +215,10 @@ def _server_result(part: Part) -> Message:
 
 def _without_encrypted(value: Any) -> Any:
     if isinstance(value, list):
-        return [_without_encrypted(each) for each in value]
+        return [_without_encrypted(inner) for inner in value]
     if isinstance(value, dict):
-        kept = {k: v for k, v in value.items() if k not in _ENCRYPTED}
-        return {k: _without_encrypted(v) for k, v in kept.items()}
+        readable = {k: v for k, v in value.items() if k not in _ENCRYPTED}
+        return {k: _without_encrypted(v) for k, v in readable.items()}
     return value
 
 
@@ -228,20 +228,24 @@ def system_prompt(system: Any, where: str) -> str:
     return "\n".join(part.text or "" for part in parts)
 
 
-def tools(given: Any) -> list[Message] | None:
+def tools(definitions: Any) -> list[Message] | None:
     """Return tool definitions in OpenAI's format; None if there are none.
 
     Tools of the API, which have a type and no schema, are kept by their name.
     """
-    found = [_tool(each) for each in given] if isinstance(given, Sequence | list) else []
-    return [tool for tool in found if tool is not None] or None
+    converted = (
+        [_tool(definition) for definition in definitions]
+        if isinstance(definitions, Sequence | list)
+        else []
+    )
+    return [tool for tool in converted if tool is not None] or None
 
 
-def _tool(given: Any) -> Message | None:
-    if isinstance(given, Mapping) and "function" in given:
-        return dict(given)
+def _tool(definition: Any) -> Message | None:
+    if isinstance(definition, Mapping) and "function" in definition:
+        return dict(definition)
     try:
-        tool = _TOOL_DECODER.decode(raw_of(given))
+        tool = _TOOL_DECODER.decode(raw_of(definition))
     except (msgspec.MsgspecError, ValueError):
         return None
     return function_tool(tool.name, tool.description, tool.input_schema)

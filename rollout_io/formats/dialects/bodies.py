@@ -48,8 +48,8 @@ def prompt_of(logged: Any, where: str) -> Prompt | None:
         return Prompt([{"role": "user", "content": value}], is_plain=True) if value else None
     if isinstance(value, list):
         listed, tools = _without_tools(value)
-        found = _messages(listed, where) if _are_messages(listed) else []
-        return Prompt(found, tools) if found else None
+        messages = _messages(listed, where) if _are_messages(listed) else []
+        return Prompt(messages, tools) if messages else None
     if not isinstance(value, Mapping):
         return None
     return _of_request(value, where)
@@ -71,19 +71,19 @@ def _of_request(value: Mapping[str, Any], where: str) -> Prompt | None:
             messages.insert(0, {"role": "system", "content": gemini.system_prompt(system, where)})
         return Prompt(messages, tools)
     if isinstance(value.get("messages"), list | str):
-        found = prompt_of(value["messages"], f"{where}, messages")
-        if found is None:
+        prompt = prompt_of(value["messages"], f"{where}, messages")
+        if prompt is None:
             return None
-        messages = _with_system(found.messages, value.get("system"), where)
-        return Prompt(messages, tools or found.tools)
+        messages = _with_system(prompt.messages, value.get("system"), where)
+        return Prompt(messages, tools or prompt.tools)
     if value.get("input") and ("model" in value or isinstance(value["input"], list)):
-        given = value["input"]
-        items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        content = value["input"]
+        items = [{"role": "user", "content": content}] if isinstance(content, str) else content
         messages = responses.messages(items, f"{where}, input")
         return Prompt(_with_system(messages, value.get("instructions"), where), tools)
     if isinstance(value.get("prompt"), str | list):
-        found = prompt_of(value["prompt"], f"{where}, prompt")
-        return found and Prompt(_with_system(found.messages, value.get("system"), where), tools)
+        prompt = prompt_of(value["prompt"], f"{where}, prompt")
+        return prompt and Prompt(_with_system(prompt.messages, value.get("system"), where), tools)
     args = value.get("args")
     if isinstance(args, list) and args:
         return prompt_of(args[0], f"{where}, args")
@@ -108,13 +108,13 @@ def answers_of(logged: Any, where: str) -> list[Message]:
         if calls := _listed_calls(value):
             return [{"role": "assistant", "content": "", "tool_calls": calls}]
         if is_choices or (len(value) == 1 and isinstance(value[0], Mapping | list)):
-            return [answer for each in value for answer in answers_of(each, where)]
+            return [answer for choice in value for answer in answers_of(choice, where)]
         return joined(frameworks.messages(value, where)) if _are_messages(value) else []
     if not isinstance(value, Mapping):
         return []
     for name in ("choices", "candidates", "generations"):
         if isinstance(value.get(name), list):
-            return [a for each in value[name] for a in answers_of(each, f"{where}, {name}")]
+            return [a for choice in value[name] for a in answers_of(choice, f"{where}, {name}")]
     if isinstance(value.get("output"), list):
         return joined(responses.messages(value["output"], f"{where}, output"))
     for name in ("message", "content"):
@@ -155,8 +155,8 @@ def _listed_calls(value: Any) -> list[Message]:
     """Return the calls in a list of nothing else, as OpenAI or the Vercel AI SDK has them."""
     listed = value if isinstance(value, list) else []
     calls = []
-    for each in listed:
-        fields = each if isinstance(each, Mapping) else {}
+    for call in listed:
+        fields = call if isinstance(call, Mapping) else {}
         function = fields.get("function")
         if isinstance(function, Mapping) and isinstance(function.get("name"), str):
             name, arguments, call_id = function["name"], function.get("arguments"), fields.get("id")
@@ -176,9 +176,9 @@ def _holds_answer(fields: Mapping[str, Any]) -> bool:
     return any(fields.get(name) for name in names) or bool(more.get("tool_calls"))
 
 
-def joined(found: list[Message]) -> list[Message]:
+def joined(messages: list[Message]) -> list[Message]:
     """Return the one answer that consecutive messages of the model are."""
-    answers = [message for message in found if message["role"] == "assistant"]
+    answers = [message for message in messages if message["role"] == "assistant"]
     for message in answers[1:]:
         extend(answers[0], message)
     return answers[:1]
@@ -203,8 +203,8 @@ def _are_messages(values: list[Any]) -> bool:
 
 def _without_tools(values: list[Any]) -> tuple[list[Any], list[Message] | None]:
     """Split off tool definitions, which some tracers put among the messages."""
-    found = [v["content"] for v in values if _is_definition(v)]
-    return [v for v in values if not _is_definition(v)], tools_of(found)
+    definitions = [v["content"] for v in values if _is_definition(v)]
+    return [v for v in values if not _is_definition(v)], tools_of(definitions)
 
 
 def _is_definition(value: Any) -> bool:
@@ -218,26 +218,29 @@ def tools_of(logged: Any) -> list[Message] | None:
     """Return the tool definitions of any API in OpenAI's format; None if there are none."""
     value = value_of(logged)
     if isinstance(value, Mapping):  # Langfuse: definitions by name
-        named = [(name, value_of(each)) for name, each in value.items()]
-        value = [{"name": n} | (each if isinstance(each, dict) else {}) for n, each in named]
+        named = [(name, value_of(definition)) for name, definition in value.items()]
+        value = [
+            {"name": n} | (definition if isinstance(definition, dict) else {})
+            for n, definition in named
+        ]
     if not isinstance(value, list):
         return None
-    found: list[Message] = []
-    for each in map(value_of, value):
-        if not isinstance(each, Mapping):
+    converted: list[Message] = []
+    for definition in map(value_of, value):
+        if not isinstance(definition, Mapping):
             continue
-        declared = each.get("functionDeclarations", each.get("function_declarations"))
+        declared = definition.get("functionDeclarations", definition.get("function_declarations"))
         if isinstance(declared, list):
-            found += gemini.tools([each]) or []
-        elif "input_schema" in each:
-            found += anthropic.tools([each]) or []
+            converted += gemini.tools([definition]) or []
+        elif "input_schema" in definition:
+            converted += anthropic.tools([definition]) or []
         else:
-            schema = each.get("inputSchema")
-            extra = {"parameters": schema} if schema and "parameters" not in each else {}
+            schema = definition.get("inputSchema")
+            extra = {"parameters": schema} if schema and "parameters" not in definition else {}
             names = ("name", "description", "parameters", "strict", "function", "type")
-            fields = {n: each[n] for n in names if n in each} | extra
-            found += openai_tools([_as_function(fields)]) or []
-    return found or None
+            fields = {n: definition[n] for n in names if n in definition} | extra
+            converted += openai_tools([_as_function(fields)]) or []
+    return converted or None
 
 
 def _as_function(fields: dict[str, Any]) -> dict[str, Any]:

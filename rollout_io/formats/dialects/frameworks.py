@@ -66,7 +66,7 @@ _SHAREGPT = {
 }
 
 
-def messages(given: Iterable[Any], where: str) -> list[Message]:
+def messages(history: Iterable[Any], where: str) -> list[Message]:
     """Convert messages of any shape, as decoded JSON, to OpenAI's format.
 
     A list among them is a batch of messages, and a string is a user's text.
@@ -80,76 +80,78 @@ def messages(given: Iterable[Any], where: str) -> list[Message]:
         >>> messages([call], "a.jsonl:1")[0]["tool_calls"]
         [{'id': 'c', 'type': 'function', 'function': {'name': 'ls', 'arguments': '{}'}}]
     """
-    given = list(given)
-    found: list[Message] = []
+    history = list(history)
+    converted: list[Message] = []
     instructions: str | None = None
-    for i, each in enumerate(given):
+    for i, logged in enumerate(history):
         place = f"{where}[{i}]"
-        if isinstance(each, Mapping) and each.get("kind") == "request":
-            stated = each.get("instructions")
+        if isinstance(logged, Mapping) and logged.get("kind") == "request":
+            stated = logged.get("instructions")
             if instructions is not None and stated not in {None, instructions}:
                 raise bad_message(place, "the instructions differ from those of an earlier request")
             if stated and instructions is None:
                 instructions = str(stated)
-        if isinstance(each, list):
-            found += messages(each, place)
+        if isinstance(logged, list):
+            converted += messages(logged, place)
         else:
-            said = _one(each, place, found)
-            found += with_marks(said, each, place) if isinstance(each, Mapping) else said
+            pieces = _one(logged, place, converted)
+            converted += (
+                with_marks(pieces, logged, place) if isinstance(logged, Mapping) else pieces
+            )
     if instructions is not None:
-        found.insert(0, {"role": "system", "content": instructions})
-    return found
+        converted.insert(0, {"role": "system", "content": instructions})
+    return converted
 
 
-def _is_of_gemini(given: Any) -> bool:
-    parts = given.get("parts") if isinstance(given, Mapping) and "kind" not in given else None
+def _is_of_gemini(message: Any) -> bool:
+    parts = message.get("parts") if isinstance(message, Mapping) and "kind" not in message else None
     parts = [parts] if isinstance(parts, Mapping | str) else parts
     return isinstance(parts, list) and not any(
         isinstance(part, Mapping) and isinstance(part.get("type"), str) for part in parts
     )
 
 
-def _one(given: Any, where: str, before: Sequence[Message]) -> list[Message]:
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
-    if not isinstance(given, Mapping):
-        raise bad_message(where, f"a message is {type(given).__name__}", "an object or a string")
-    given = _without_wrapper(given)
-    if word(given.get("kind")) in {"request", "response"} and "parts" in given:
-        return _of_pydantic_ai(given, where)
-    if word(given.get("type")) in _AUTOGEN or (
-        given.get("type") == "SystemMessage" and "id" not in given
+def _one(message: Any, where: str, before: Sequence[Message]) -> list[Message]:
+    if isinstance(message, str):
+        return [{"role": "user", "content": message}]
+    if not isinstance(message, Mapping):
+        raise bad_message(where, f"a message is {type(message).__name__}", "an object or a string")
+    message = _without_wrapper(message)
+    if word(message.get("kind")) in {"request", "response"} and "parts" in message:
+        return _of_pydantic_ai(message, where)
+    if word(message.get("type")) in _AUTOGEN or (
+        message.get("type") == "SystemMessage" and "id" not in message
     ):
-        return _of_autogen(given, where)
-    if word(given.get("type")) in LANGCHAIN and "role" not in given:
-        return _of_langchain(given, LANGCHAIN[given["type"]], where)
-    if "from" in given and "value" in given:
-        return _of_sharegpt(given, where)
-    if _is_of_gemini(given):
-        return gemini.messages([gemini.camel(given)], where, before)
-    if isinstance(given.get("parts"), list):
-        blocks = [_semantic_block(part) for part in given["parts"]]
-        return _of_blocks(str(given.get("role") or "user"), blocks, where)
-    if "blocks" in given:
-        return _of_llama_index(given, where)
-    if isinstance(given.get("message"), Mapping | list) and "role" not in given:
-        return messages([given["message"]], f"{where}, message")
-    return _of_chat(given, where)
+        return _of_autogen(message, where)
+    if word(message.get("type")) in LANGCHAIN and "role" not in message:
+        return _of_langchain(message, LANGCHAIN[message["type"]], where)
+    if "from" in message and "value" in message:
+        return _of_sharegpt(message, where)
+    if _is_of_gemini(message):
+        return gemini.messages([gemini.camel(message)], where, before)
+    if isinstance(message.get("parts"), list):
+        blocks = [_semantic_block(part) for part in message["parts"]]
+        return _of_blocks(str(message.get("role") or "user"), blocks, where)
+    if "blocks" in message:
+        return _of_llama_index(message, where)
+    if isinstance(message.get("message"), Mapping | list) and "role" not in message:
+        return messages([message["message"]], f"{where}, message")
+    return _of_chat(message, where)
 
 
-def _without_wrapper(given: Fields) -> Fields:
+def _without_wrapper(message: Fields) -> Fields:
     """Return the fields of a message that LangChain or an API put into another object."""
-    if "lc" in given and isinstance(given.get("kwargs"), Mapping):
-        path = given.get("id") or [""]
-        return {"type": path[-1]} | dict(given["kwargs"])
-    data = given.get("data")
-    if isinstance(data, Mapping) and word(given.get("type")) in LANGCHAIN:
-        return dict(data) | {"type": given["type"]}
-    return given
+    if "lc" in message and isinstance(message.get("kwargs"), Mapping):
+        path = message.get("id") or [""]
+        return {"type": path[-1]} | dict(message["kwargs"])
+    data = message.get("data")
+    if isinstance(data, Mapping) and word(message.get("type")) in LANGCHAIN:
+        return dict(data) | {"type": message["type"]}
+    return message
 
 
-def _of_chat(given: Fields, where: str) -> list[Message]:
-    fields = dict(given)
+def _of_chat(message: Fields, where: str) -> list[Message]:
+    fields = dict(message)
     event = str(fields.get("event.name", ""))
     if "role" not in fields and event.startswith("gen_ai."):
         fields["role"] = event.removeprefix("gen_ai.").removesuffix(".message")
@@ -185,23 +187,23 @@ def _openai_call(call: Any) -> Any:
     return known({"id": call.get("id"), "type": "function", "function": function})
 
 
-def _of_langchain(given: Fields, role: str, where: str) -> list[Message]:
-    calls = [*(given.get("tool_calls") or ()), *(given.get("invalid_tool_calls") or ())]
-    content = given.get("content")
+def _of_langchain(message: Fields, role: str, where: str) -> list[Message]:
+    calls = [*(message.get("tool_calls") or ()), *(message.get("invalid_tool_calls") or ())]
+    content = message.get("content")
     if calls and isinstance(content, list):
         content = [
             p for p in content if not (isinstance(p, Mapping) and word(p.get("type")) in _CALLS)
         ]
     if isinstance(content, list):
         content = [langchain_block(part) for part in content]
-    more = given.get("additional_kwargs") or {}
+    more = message.get("additional_kwargs") or {}
     fields = {
         "role": role,
         "content": content,
         "reasoning_content": more.get("reasoning_content"),
         "tool_calls": calls or more.get("tool_calls"),
-        "tool_call_id": given.get("tool_call_id"),
-        "name": given.get("name"),
+        "tool_call_id": message.get("tool_call_id"),
+        "name": message.get("name"),
     }
     return _of_chat(known(fields), where)
 
@@ -236,25 +238,27 @@ def _semantic_block(part: Any) -> Fields | str:
     return part
 
 
-def _of_pydantic_ai(given: Fields, where: str) -> list[Message]:
-    if given["kind"] == "response":
-        blocks = [_pydantic_block(part, where) for part in given["parts"]]
+def _of_pydantic_ai(message: Fields, where: str) -> list[Message]:
+    if message["kind"] == "response":
+        blocks = [_pydantic_block(part, where) for part in message["parts"]]
         return _of_blocks("assistant", blocks, where)
-    found: list[Message] = []
-    for part in given["parts"]:
+    converted: list[Message] = []
+    for part in message["parts"]:
         kind, content = word(part.get("part_kind")), part.get("content")
         if kind == "system-prompt":
-            found.append({"role": "system", "content": as_text(content)})
+            converted.append({"role": "system", "content": as_text(content)})
         elif kind == "user-prompt":
             listed = content if isinstance(content, list) else [content]
-            found += _of_blocks("user", [_user_block(each) for each in listed], where)
+            converted += _of_blocks("user", [_user_block(one) for one in listed], where)
         elif kind in {"tool-return", "retry-prompt"} and part.get("tool_name"):
-            found += _of_blocks("user", [result_block(part.get("tool_call_id"), content)], where)
+            converted += _of_blocks(
+                "user", [result_block(part.get("tool_call_id"), content)], where
+            )
         elif kind == "retry-prompt":
-            found.append({"role": "user", "content": as_text(content)})
+            converted.append({"role": "user", "content": as_text(content)})
         else:
             raise bad_message(where, f"a part of the kind {kind!r}", "a part of a request")
-    return found
+    return converted
 
 
 def _pydantic_block(part: Fields, where: str) -> Fields:
@@ -271,39 +275,39 @@ def _pydantic_block(part: Fields, where: str) -> Fields:
     raise bad_message(where, f"a part of the kind {kind!r}", "a part of a response")
 
 
-def _user_block(each: Any) -> Fields | str:
-    if not isinstance(each, Mapping):
-        return as_text(each)
-    kind = str(each.get("kind"))
+def _user_block(part: Any) -> Fields | str:
+    if not isinstance(part, Mapping):
+        return as_text(part)
+    kind = str(part.get("kind"))
     if kind == "binary":
-        mime = str(each.get("media_type", ""))
+        mime = str(part.get("media_type", ""))
         kind = "image" if mime.startswith("image/") else "document"
-        return media_block(kind, each.get("data"), None, mime)
+        return media_block(kind, part.get("data"), None, mime)
     if kind.endswith("-url"):
-        return media_block(kind.removesuffix("-url"), None, each.get("url"), None)
-    return each
+        return media_block(kind.removesuffix("-url"), None, part.get("url"), None)
+    return part
 
 
-def _of_autogen(given: Fields, where: str) -> list[Message]:
-    kind, content = given["type"], given.get("content")
+def _of_autogen(message: Fields, where: str) -> list[Message]:
+    kind, content = message["type"], message.get("content")
     if kind == "FunctionExecutionResultMessage":
-        results = [result_block(each.get("call_id"), each.get("content")) for each in content or ()]
+        results = [result_block(part.get("call_id"), part.get("content")) for part in content or ()]
         return _of_blocks("user", results, where)
     role = {"SystemMessage": "system", "UserMessage": "user"}.get(kind, "assistant")
     blocks: list[Any] = (
-        [{"type": "thinking", "thinking": given["thought"]}] if given.get("thought") else []
+        [{"type": "thinking", "thinking": message["thought"]}] if message.get("thought") else []
     )
-    for each in content if isinstance(content, list) else [content]:
-        if isinstance(each, Mapping) and "arguments" in each:
-            blocks.append(call_block(each.get("id"), each.get("name"), each["arguments"]))
+    for part in content if isinstance(content, list) else [content]:
+        if isinstance(part, Mapping) and "arguments" in part:
+            blocks.append(call_block(part.get("id"), part.get("name"), part["arguments"]))
         else:
-            blocks.append(each if isinstance(each, Mapping) else as_text(each))
+            blocks.append(part if isinstance(part, Mapping) else as_text(part))
     return _of_blocks(role, blocks, where)
 
 
-def _of_llama_index(given: Fields, where: str) -> list[Message]:
-    more, role = given.get("additional_kwargs") or {}, str(given.get("role"))
-    blocks = [_llama_block(block, where) for block in given["blocks"]]
+def _of_llama_index(message: Fields, where: str) -> list[Message]:
+    more, role = message.get("additional_kwargs") or {}, str(message.get("role"))
+    blocks = [_llama_block(block, where) for block in message["blocks"]]
     calls = more.get("tool_calls")
     if calls or role == "tool":
         texts = [block["text"] for block in blocks if block["type"] == "text"]
@@ -334,12 +338,12 @@ def _llama_block(block: Fields, where: str) -> Fields:
             raise bad_message(where, f"a block of the type {kind!r}", expected)
 
 
-def _of_sharegpt(given: Fields, where: str) -> list[Message]:
-    sender, value = str(given["from"]), given["value"]
+def _of_sharegpt(message: Fields, where: str) -> list[Message]:
+    sender, value = str(message["from"]), message["value"]
     role = _SHAREGPT.get(sender, sender)
     if sender == "function_call":
         call = parsed(value)
         calls = call if isinstance(call, list) else [call]
-        if all(isinstance(each, Mapping) and "name" in each for each in calls):
+        if all(isinstance(one, Mapping) and "name" in one for one in calls):
             return read_messages([raw_of({"role": role, "tool_calls": calls})], where)
     return read_messages([raw_of({"role": role, "content": as_text(value)})], where)

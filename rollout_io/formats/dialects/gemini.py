@@ -104,41 +104,41 @@ _ANSWER_DECODER = msgspec.json.Decoder(_Answer)
 Parts = str | Part | list[Part | str] | None
 
 
-def messages(given: Iterable[Any], where: str, before: Sequence[Message] = ()) -> list[Message]:
+def messages(contents: Iterable[Any], where: str, before: Sequence[Message] = ()) -> list[Message]:
     """Convert contents to messages.
 
     Example:
         >>> messages([{"role": "model", "parts": [{"text": "Hm.", "thought": True}]}], "a")
         [{'role': 'assistant', 'content': '', 'reasoning_content': 'Hm.'}]
     """
-    found: list[Message] = []
-    for i, each in enumerate(given):
+    converted: list[Message] = []
+    for i, logged in enumerate(contents):
         place = f"{where}[{i}]"
-        content = decode_line(_CONTENT_DECODER, bytes(raw_of(each)), place)
+        content = decode_line(_CONTENT_DECODER, bytes(raw_of(logged)), place)
         role = _ROLES.get(content.role or "user", content.role or "user")
-        found += messages_of(role, content.parts, place, open_calls([*before, *found]))
-    return found
+        converted += messages_of(role, content.parts, place, open_calls([*before, *converted]))
+    return converted
 
 
 def camel(value: Any) -> Any:
     """Return contents with the names of Gemini's REST API, which its SDKs write in snake case."""
     if isinstance(value, list):
-        return [camel(each) for each in value]
+        return [camel(inner) for inner in value]
     if not isinstance(value, Mapping):
         return value
     return {
         _WORD.sub(lambda match: match[1].upper(), name) if name in _SNAKE else name: (
-            each if name in {"args", "response"} else camel(each)
+            inner if name in {"args", "response"} else camel(inner)
         )
-        for name, each in value.items()
-        if each is not None
+        for name, inner in value.items()
+        if inner is not None
     }
 
 
-def open_calls(found: Iterable[Message]) -> list[tuple[str, str]]:
+def open_calls(messages: Iterable[Message]) -> list[tuple[str, str]]:
     """Return the id and the name of each call that has no result yet."""
     calls: list[tuple[str, str]] = []
-    for message in found:
+    for message in messages:
         named = [
             (c["id"], c["function"]["name"]) for c in message.get("tool_calls", ()) if "id" in c
         ]
@@ -149,25 +149,25 @@ def open_calls(found: Iterable[Message]) -> list[tuple[str, str]]:
 
 
 def messages_of(
-    role: str, given: Parts, where: str, calls: Iterable[tuple[str, str]] = ()
+    role: str, parts: Parts, where: str, calls: Iterable[tuple[str, str]] = ()
 ) -> list[Message]:
     """Convert the parts of one message; the results of functions precede the rest."""
     results: list[Message] = []
-    made: list[Message] = []
+    pieces: list[Message] = []
     waiting = list(calls)
-    for i, part in enumerate(parts_in(given)):
+    for i, part in enumerate(parts_in(parts)):
         if part.function_response is not None:
-            note(MOVED, bool(made))
+            note(MOVED, bool(pieces))
             results.append(_result(part.function_response, waiting, where))
             continue
         if bytes(part.code_execution_result) != b"null":
             text = json_text(part.code_execution_result, where)
-            made.append({"role": "tool", "content": text, "tool_call_id": _CODE})
+            pieces.append({"role": "tool", "content": text, "tool_call_id": _CODE})
             continue
         piece = {"role": role, "content": ""} | _piece(part, f"{where}.parts[{i}]")
         if len(piece) > 2 or piece["content"]:
-            add_piece(made, piece, is_open=bool(made) and made[-1]["role"] == role)
-    return [*results, *(made if made or results else [{"role": role, "content": ""}])]
+            add_piece(pieces, piece, is_open=bool(pieces) and pieces[-1]["role"] == role)
+    return [*results, *(pieces if pieces or results else [{"role": role, "content": ""}])]
 
 
 def _piece(part: Part, where: str) -> Message:
@@ -182,8 +182,8 @@ def _piece(part: Part, where: str) -> Message:
     if data is not None:
         return {"content": [part_of_data(data) or {"type": "data"}]}
     if isinstance(part.thought, str) or part.thought:
-        said = part.thought if isinstance(part.thought, str) else part.text or ""
-        return {"reasoning_content": said} if said else {}
+        thought = part.thought if isinstance(part.thought, str) else part.text or ""
+        return {"reasoning_content": thought} if thought else {}
     return {"content": part.text or ""}
 
 
@@ -198,11 +198,11 @@ def joined_content(contents: Iterable[str | list[Message]]) -> str | list[Messag
     return parts
 
 
-def parts_in(given: Parts) -> list[Part]:
+def parts_in(content: Parts) -> list[Part]:
     """Return the parts of contents; a string is one part, None has no parts."""
-    if given is None or given == "":
+    if content is None or content == "":
         return []
-    listed = given if isinstance(given, list) else [given]
+    listed = content if isinstance(content, list) else [content]
     return [Part(text=part) if isinstance(part, str) else part for part in listed]
 
 
@@ -222,7 +222,7 @@ def result_content(response: _Response, where: str) -> str | list[Message]:
     """Return the text of a function's response; with its pictures, the result is a list of parts."""
     text: str | list[Message] = answer_text(response.response, where)
     data = [p.get("inlineData") or p.get("fileData") or {} for p in response.parts or ()]
-    media = [part_of_data(each) for each in data]
+    media = [part_of_data(fields) for fields in data]
     return joined_content([text, [part for part in media if part is not None]])
 
 
@@ -232,26 +232,26 @@ def answer_text(raw: msgspec.Raw, where: str) -> str:
         answer = _ANSWER_DECODER.decode(raw)
     except (msgspec.MsgspecError, ValueError):
         return json_text(raw, where)
-    found = [each for each in (answer.output, answer.error) if bytes(each) != b"null"]
-    return json_text(found[0] if found else raw, where)
+    texts = [text for text in (answer.output, answer.error) if bytes(text) != b"null"]
+    return json_text(texts[0] if texts else raw, where)
 
 
-def system_prompt(given: Any, where: str) -> str:
+def system_prompt(instruction: Any, where: str) -> str:
     """Return the text of a request's `systemInstruction`: a string, or contents."""
-    if given is None or isinstance(given, str):
-        return given or ""
-    content = decode_line(_CONTENT_DECODER, bytes(raw_of(given)), where)
+    if instruction is None or isinstance(instruction, str):
+        return instruction or ""
+    content = decode_line(_CONTENT_DECODER, bytes(raw_of(instruction)), where)
     return "\n".join(part.text for part in parts_in(content.parts) if part.text)
 
 
-def tools(given: Any) -> list[Message] | None:
+def tools(declarations: Any) -> list[Message] | None:
     """Return function declarations in OpenAI's format; None if there are none.
 
     Tools of the API, such as `googleSearch`, are kept by their name.
     """
-    found: list[Message] = []
-    for each in given if isinstance(given, list) else ():
-        for name, value in each.items() if isinstance(each, Mapping) else ():
+    converted: list[Message] = []
+    for tool in declarations if isinstance(declarations, list) else ():
+        for name, value in tool.items() if isinstance(tool, Mapping) else ():
             if name in {"functionDeclarations", "function_declarations"}:
                 declared = value if value is not None else []
                 if not isinstance(declared, list) or not all(
@@ -259,12 +259,12 @@ def tools(given: Any) -> list[Message] | None:
                 ):
                     got, expected = f"a value of type {type(value).__name__}", "a list of objects"
                     raise InputError("record_type", name, got, expected)
-                found += [_function(function) for function in declared if "name" in function]
+                converted += [_function(function) for function in declared if "name" in function]
             else:
-                found.append(function_tool(name))
-    return found or None
+                converted.append(function_tool(name))
+    return converted or None
 
 
-def _function(given: Mapping[str, Any]) -> Message:
-    parameters = given.get("parameters") or given.get("parametersJsonSchema")
-    return function_tool(given["name"], given.get("description"), parameters)
+def _function(declaration: Mapping[str, Any]) -> Message:
+    parameters = declaration.get("parameters") or declaration.get("parametersJsonSchema")
+    return function_tool(declaration["name"], declaration.get("description"), parameters)

@@ -110,10 +110,10 @@ _TOOLS = (
 def _genai(span: Span, where: str) -> ModelCall | None:
     """OpenTelemetry's GenAI: messages as JSON, in attributes or in an event with the details."""
     for tree in (span.attributes, *span.events):
-        given, output = at(tree, "gen_ai.input.messages"), at(tree, "gen_ai.output.messages")
-        if given is None or output is None:
+        logged, output = at(tree, "gen_ai.input.messages"), at(tree, "gen_ai.output.messages")
+        if logged is None or output is None:
             continue
-        prompt = prompt_of(given, f"{where}, gen_ai.input.messages")
+        prompt = prompt_of(logged, f"{where}, gen_ai.input.messages")
         messages = prompt.messages if prompt else []
         system = at(tree, "gen_ai.system_instructions")
         text = instructions_text(system) if system else ""
@@ -133,18 +133,20 @@ def _has_system(messages: Sequence[Message], text: str) -> bool:
 
 def _indexed(span: Span, where: str) -> ModelCall | None:
     """OpenInference and OpenLLMetry: one attribute for each field of each message."""
-    for given, output in (
+    for path, output in (
         ("llm.input_messages", "llm.output_messages"),
         ("gen_ai.prompt", "gen_ai.completion"),
     ):
-        prompt = [_of_tree(each) for each in listed(at(span.attributes, given))]
-        answers = [_of_tree(each) for each in listed(at(span.attributes, output))]
+        prompt = [_of_tree(message) for message in listed(at(span.attributes, path))]
+        answers = [_of_tree(message) for message in listed(at(span.attributes, output))]
         if prompt and answers:
-            raws = [msgspec.Raw(msgspec.json.encode(with_calls(each))) for each in prompt]
-            said = [with_calls(each | {"role": "assistant"}) for each in answers]
-            replies = [msgspec.Raw(msgspec.json.encode(each)) for each in said]
-            found = read_messages(raws, f"{where}, {given}")
-            return ModelCall(span, found, joined(read_messages(replies, where)), None, None)
+            raws = [msgspec.Raw(msgspec.json.encode(with_calls(message))) for message in prompt]
+            answered = [with_calls(message | {"role": "assistant"}) for message in answers]
+            replies = [msgspec.Raw(msgspec.json.encode(message)) for message in answered]
+            prompt_messages = read_messages(raws, f"{where}, {path}")
+            return ModelCall(
+                span, prompt_messages, joined(read_messages(replies, where)), None, None
+            )
     return None
 
 
@@ -152,14 +154,14 @@ def _of_tree(node: Any) -> dict[str, Any]:
     """Return a message whose fields were attributes, in OpenAI's format."""
     node = node.get("message", node) if isinstance(node, Mapping) else {}
     content, role = node.get("content"), str(node.get("role", "user"))
-    parts = [_part(each) for each in listed(node.get("contents"))]
+    parts = [_part(inner) for inner in listed(node.get("contents"))]
     value = value_of(content) if isinstance(content, str) and content.startswith("[{") else content
     is_parts = isinstance(value, list) and all(
         isinstance(v, Mapping) and "type" in v for v in value
     )
     calls = []
-    for each in listed(node.get("tool_calls")):
-        call = each.get("tool_call", each)
+    for inner in listed(node.get("tool_calls")):
+        call = inner.get("tool_call", inner)
         function = call.get("function", call)
         arguments = function.get("arguments") if isinstance(function, Mapping) else None
         name = function.get("name") if isinstance(function, Mapping) else function
@@ -176,8 +178,8 @@ def _of_tree(node: Any) -> dict[str, Any]:
     return known(fields)
 
 
-def _part(each: Any) -> dict[str, Any]:
-    node = each.get("message_content", each) if isinstance(each, Mapping) else {}
+def _part(tree: Any) -> dict[str, Any]:
+    node = tree.get("message_content", tree) if isinstance(tree, Mapping) else {}
     url = at(node, "image.image.url") or at(node, "image.url")
     if url:
         return {"type": "image_url", "image_url": {"url": url}}
@@ -185,7 +187,7 @@ def _part(each: Any) -> dict[str, Any]:
 
 
 def _listed_tools(span: Span) -> list[Message] | None:
-    schemas = [at(each, "tool.json_schema") for each in listed(at(span.attributes, "llm.tools"))]
+    schemas = [at(tool, "tool.json_schema") for tool in listed(at(span.attributes, "llm.tools"))]
     functions = listed(at(span.attributes, "llm.request.functions"))
     functions = [f | {"parameters": value_of(f.get("parameters"))} for f in functions]
     return tools_of([*filter(None, schemas), *functions])
@@ -202,15 +204,15 @@ def _vercel(span: Span, where: str) -> ModelCall | None:
     text, thought = (at(tree, f"ai.response.{name}") for name in ("text", "reasoning"))
     parts = [{"type": "reasoning", "text": thought}] if thought else []
     parts += [{"type": "text", "text": text}] if text else []
-    given = {"role": "assistant", "content": [*parts, *blocks]}
-    answers = frameworks.messages([given], where) if parts or blocks else []
+    answer = {"role": "assistant", "content": [*parts, *blocks]}
+    answers = frameworks.messages([answer], where) if parts or blocks else []
     return ModelCall(span, prompt.messages, answers, prompt.tools, None)
 
 
 def _bodies(span: Span, where: str) -> ModelCall | None:
     """Langfuse, MLflow, OpenInference: request and response as the program had them."""
     tree = span.attributes
-    for given, output in (
+    for path, output in (
         ("langfuse.input", "langfuse.output"),
         ("langfuse.observation.input", "langfuse.observation.output"),
         ("mlflow.spanInputs", "mlflow.spanOutputs"),
@@ -218,10 +220,10 @@ def _bodies(span: Span, where: str) -> ModelCall | None:
         ("gcp.vertex.agent.llm_request", "gcp.vertex.agent.llm_response"),
         ("traceloop.entity.input", "traceloop.entity.output"),
     ):
-        logged, returned = at(tree, given), at(tree, output)
+        logged, returned = at(tree, path), at(tree, output)
         if logged is None or returned is None:
             continue
-        prompt = prompt_of(logged, f"{where}, {given}")
+        prompt = prompt_of(logged, f"{where}, {path}")
         answers = answers_of(returned, f"{where}, {output}")
         if prompt and answers:
             note(PLAIN, int(prompt.is_plain))
@@ -261,16 +263,16 @@ def instructions_text(logged: Any) -> str:
 def stop_reason(span: Span) -> str | None:
     """Return why the model stopped; None if the span does not say it."""
     for path in ("gen_ai.response.finish_reasons", "llm.finish_reason", "ai.response.finishReason"):
-        found = value_of(at(span.attributes, path))
-        found = found[0] if isinstance(found, list) and found else found
-        if isinstance(found, str):
-            return found
+        reason = value_of(at(span.attributes, path))
+        reason = reason[0] if isinstance(reason, list) and reason else reason
+        if isinstance(reason, str):
+            return reason
     return None
 
 
 def sampling(span: Span) -> dict[str, Any]:
     """Return `temperature`, `top_p` and `top_k`, as far as the span says them."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     stated = value_of(first_value(span, ("llm.invocation_parameters", "langfuse.modelParameters")))
     stated = stated if isinstance(stated, Mapping) else {}
     for name in ("temperature", "top_p", "top_k"):
@@ -280,8 +282,8 @@ def sampling(span: Span) -> dict[str, Any]:
             number = float(value)
         except (TypeError, ValueError):
             continue
-        found[name] = int(number) if name == "top_k" else number
-    return found
+        settings[name] = int(number) if name == "top_k" else number
+    return settings
 
 
 def first_value(span: Span, paths: Iterable[str]) -> Any:

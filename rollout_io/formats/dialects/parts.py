@@ -103,6 +103,10 @@ def vercel_block(part: Any) -> Any:
     data = _vercel_data(part)
     if isinstance(data, str):
         name = "url" if ":" in data[:16] else "data"
-        made = {"type": kind, name: data, "mime_type": part.get("mediaType", part.get("mime_type"))}
-        return {**part, **langchain_block(made)}
+        block = {
+            "type": kind,
+            name: data,
+            "mime_type": part.get("mediaType", part.get("mime_type")),
+        }
+        return {**part, **langchain_block(block)}
     return part

@@ -135,16 +135,16 @@ class PiMessage(msgspec.Struct, gc=False, rename="camel"):
         return [block.id for block in blocks if block.type == "toolCall" and block.id]
 
 
-def for_others(given: PiMessage, where: str, *, drops_thoughts: bool) -> list[Message] | None:
+def for_others(message: PiMessage, where: str, *, drops_thoughts: bool) -> list[Message] | None:
     """Return an answer as it is sent to another model; None if that is the same.
 
     Args:
-        given: A message.
+        message: A message.
         where: Its location.
         drops_thoughts: True for versions that leave thoughts out; older ones send them as text.
     """
-    blocks = given.content if isinstance(given.content, list) else []
-    is_sent = given.role == "assistant" and given.failure is None
+    blocks = message.content if isinstance(message.content, list) else []
+    is_sent = message.role == "assistant" and message.failure is None
     if not is_sent or all(block.type != "thinking" for block in blocks):
         return None
     texts = [
@@ -152,38 +152,42 @@ def for_others(given: PiMessage, where: str, *, drops_thoughts: bool) -> list[Me
         for block in blocks
         if block.type != "thinking" or (not drops_thoughts and (block.thinking or "").strip())
     ]
-    said = messages_of(replace(given, content=texts), where)
-    if given.api == "openai-completions" and len(said) == 1 and isinstance(said[0]["content"], str):
-        said[0]["content"] = "".join(b.text or "" for b in texts if b.type == "text")
-    return said
+    pieces = messages_of(replace(message, content=texts), where)
+    if (
+        message.api == "openai-completions"
+        and len(pieces) == 1
+        and isinstance(pieces[0]["content"], str)
+    ):
+        pieces[0]["content"] = "".join(b.text or "" for b in texts if b.type == "text")
+    return pieces
 
 
-def messages_of(given: PiMessage, where: str) -> list[Message]:
+def messages_of(message: PiMessage, where: str) -> list[Message]:
     """Convert a message to those that are sent; a message of an unknown role to none."""
-    if given.failure is not None:
+    if message.failure is not None:
         note(CUT)
         return []
-    if given.role == "bashExecution":
-        return [] if given.exclude_from_context else [_user(_command(given))]
-    if given.role in {"branchSummary", "compactionSummary"}:
-        return [summary_of(given.summary or "", is_branch=given.role == "branchSummary")]
-    parts = _parts(given)
-    if given.role == "custom" and not parts:
+    if message.role == "bashExecution":
+        return [] if message.exclude_from_context else [_user(_command(message))]
+    if message.role in {"branchSummary", "compactionSummary"}:
+        return [summary_of(message.summary or "", is_branch=message.role == "branchSummary")]
+    parts = _parts(message)
+    if message.role == "custom" and not parts:
         return []
-    if given.role == "toolResult":
-        return [tool_result(shown(parts), given.tool_call_id, is_error=given.is_error)]
-    role = _ROLES.get(given.role)
+    if message.role == "toolResult":
+        return [tool_result(shown(parts), message.tool_call_id, is_error=message.is_error)]
+    role = _ROLES.get(message.role)
     return anthropic.messages_of(role, parts, where) if role is not None else []
 
 
-def head_of(given: Sequence[PiMessage]) -> tuple[str | None, list[Message] | None]:
+def head_of(messages: Sequence[PiMessage]) -> tuple[str | None, list[Message] | None]:
     """Return the system prompt and the tools that all system messages of a path come to.
 
     Later contents follow the earlier ones, sections are replaced by name, and tools are added and
     removed; most APIs are sent the result as one leading message.
     """
     texts, sections, tools = list[str](), dict[str, str](), dict[str, Any]()
-    for message in given:
+    for message in messages:
         texts.append(
             all_text(message.content if isinstance(message.content, str) else _parts(message))
         )
@@ -205,11 +209,11 @@ def summary_of(summary: str, *, is_branch: bool) -> Message:
     return _user(f"{head}\n\n<summary>\n{summary}{end}")
 
 
-def _parts(given: PiMessage) -> list[Part]:
-    if given.content is None or isinstance(given.content, str):
-        return [Part(text=given.content)] if given.content else []
-    blocks = given.content
-    if given.api == "openai-completions":  # its messages have no order of parts
+def _parts(message: PiMessage) -> list[Part]:
+    if message.content is None or isinstance(message.content, str):
+        return [Part(text=message.content)] if message.content else []
+    blocks = message.content
+    if message.api == "openai-completions":  # its messages have no order of parts
         blocks = sorted(blocks, key=lambda block: _ORDER.get(block.type, 1))
     return [_part(block) for block in blocks]
 
@@ -224,16 +228,16 @@ def _part(block: Block) -> Part:
     return Part(type=block.type, text=block.text, thinking=block.thinking)
 
 
-def _command(given: PiMessage) -> str:
+def _command(message: PiMessage) -> str:
     """Return the text that is sent for a command of the user."""
-    output = f"```\n{given.output}\n```" if given.output else "(no output)"
-    text = f"Ran `{given.command or ''}`\n{output}"
-    if given.cancelled:
+    output = f"```\n{message.output}\n```" if message.output else "(no output)"
+    text = f"Ran `{message.command or ''}`\n{output}"
+    if message.cancelled:
         text += "\n\n(command cancelled)"
-    elif given.exit_code:
-        text += f"\n\nCommand exited with code {given.exit_code}"
-    if given.truncated and given.full_output_path:
-        text += f"\n\n[Output truncated. Full output: {given.full_output_path}]"
+    elif message.exit_code:
+        text += f"\n\nCommand exited with code {message.exit_code}"
+    if message.truncated and message.full_output_path:
+        text += f"\n\n[Output truncated. Full output: {message.full_output_path}]"
     return text
 
 

@@ -210,18 +210,18 @@ def read_item(item: Item, where: str) -> Message | None:
 
 def results_in(item: Item, where: str) -> list[Message]:
     """Return the result that the item of a call has itself, if the API ran the tool."""
-    found = {
+    output = {
         "mcp_call": item.output if bytes(item.output) != b"null" else item.error,
         "file_search_call": item.results,
         "code_interpreter_call": item.outputs,
     }.get(item.type, NO_JSON)
-    if bytes(found) == b"null":
+    if bytes(output) == b"null":
         return []
     call_id = item.call_id or item.id
-    return [known({"role": "tool", "content": _output(found, where), "tool_call_id": call_id})]
+    return [known({"role": "tool", "content": _output(output, where), "tool_call_id": call_id})]
 
 
-def messages(given: Iterable[Any], where: str, before: Iterable[Message] = ()) -> list[Message]:
+def messages(items: Iterable[Any], where: str, before: Iterable[Message] = ()) -> list[Message]:
     """Convert items to messages, with the roles that chat templates know.
 
     Example:
@@ -230,37 +230,37 @@ def messages(given: Iterable[Any], where: str, before: Iterable[Message] = ()) -
         ... ]
         [{'id': 'c', 'type': 'function', 'function': {'name': 'ls', 'arguments': '{}'}}]
     """
-    found: list[Message] = []
+    converted: list[Message] = []
     is_answered = any(message["role"] == "assistant" for message in before)
     is_open = False
-    for i, each in enumerate(given):
+    for i, logged in enumerate(items):
         place = f"{where}[{i}]"
-        item = decode_line(_ITEM_DECODER, bytes(raw_of(each)), place)
+        item = decode_line(_ITEM_DECODER, bytes(raw_of(logged)), place)
         piece = read_item(item, place)
         if piece is None:
             continue
         if piece["role"] != "assistant":
-            found.append(piece | {"role": chat_role(piece["role"], is_answered=is_answered)})
+            converted.append(piece | {"role": chat_role(piece["role"], is_answered=is_answered)})
             is_open = False
             continue
         is_answered = True
-        is_open = add_piece(found, piece, is_open=is_open)
+        is_open = add_piece(converted, piece, is_open=is_open)
         results = results_in(item, place)
-        found += results
+        converted += results
         is_open &= not results
-    return found
+    return converted
 
 
-def add_piece(found: list[Message], piece: Message, *, is_open: bool) -> bool:
+def add_piece(messages: list[Message], piece: Message, *, is_open: bool) -> bool:
     """Extend the last message by a piece of the same role, or append it; return True.
 
     The piece begins a new message if it does not fit behind what the last one has.
     """
-    last: Message = found[-1] if is_open and found else {}
+    last: Message = messages[-1] if is_open and messages else {}
     is_late = _rank(piece) < _rank(last)
     if not is_open or is_late:
-        found.append({"role": piece["role"], "content": ""})
-    extend(found[-1], piece)
+        messages.append({"role": piece["role"], "content": ""})
+    extend(messages[-1], piece)
     return True
 
 
@@ -278,32 +278,36 @@ def chat_role(role: str, *, is_answered: bool) -> str:
     return role
 
 
-def tools(given: Any) -> list[Message] | None:
+def tools(definitions: Any) -> list[Message] | None:
     """Return tool definitions in OpenAI's chat format; None if there are none.
 
     A namespace is its functions, with its name before theirs. A custom tool takes a text `input`. A
     tool of the API, which has a type but no name, is kept by its type.
     """
-    listed = given if isinstance(given, list | tuple) else ()
-    return [tool for each in listed for tool in _tools(each, "")] or None
+    listed = definitions if isinstance(definitions, list | tuple) else ()
+    return [tool for definition in listed for tool in _tools(definition, "")] or None
 
 
-def _tools(given: Any, namespace: str) -> list[Message]:
-    if not isinstance(given, Mapping):
+def _tools(definition: Any, namespace: str) -> list[Message]:
+    if not isinstance(definition, Mapping):
         return []
-    if isinstance(given.get("function"), Mapping):
-        return [dict(given)]
-    name, description = given.get("name"), given.get("description")
-    inner = given.get("tools")
+    if isinstance(definition.get("function"), Mapping):
+        return [dict(definition)]
+    name, description = definition.get("name"), definition.get("description")
+    inner = definition.get("tools")
     if isinstance(inner, list):
-        return [tool for each in inner for tool in _tools(each, str(name or ""))]
+        return [tool for nested in inner for tool in _tools(nested, str(name or ""))]
     if not isinstance(name, str):
-        kind = given.get("type")
+        kind = definition.get("type")
         return [function_tool(kind)] if isinstance(kind, str) else []
-    parameters = given.get("parameters") or given.get("input_schema") or given.get("inputSchema")
-    if given.get("type") == "custom":
+    parameters = (
+        definition.get("parameters")
+        or definition.get("input_schema")
+        or definition.get("inputSchema")
+    )
+    if definition.get("type") == "custom":
         parameters = {"type": "object", "properties": {"input": {"type": "string"}}}
-        parameters |= known({"format": given.get("format")})
+        parameters |= known({"format": definition.get("format")})
     return [function_tool(_named(name, namespace), description, parameters)]
 
 

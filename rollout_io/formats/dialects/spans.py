@@ -83,8 +83,8 @@ def spans_in(record: Any, where: str) -> Iterator[Span]:
     """Yield the spans of a record: a decoded line or document."""
     form = form_of(record)
     if isinstance(record, list) and form is not None:
-        for i, each in enumerate(record):
-            yield from spans_in(each, f"{where}[{i}]")
+        for i, element in enumerate(record):
+            yield from spans_in(element, f"{where}[{i}]")
     elif form == "OpenTelemetry":
         _object(record["attributes"], f"{where}, attributes")
         yield _span(record, where)
@@ -95,8 +95,8 @@ def spans_in(record: Any, where: str) -> Iterator[Span]:
     elif form == "MLflow":
         yield from _of_mlflow(record, where)
     else:
-        known = ", ".join(dict.fromkeys(tool for _, tool in FORMS))
-        raise InputError("record_type", where, "the record has no spans", f"spans of {known}")
+        tools = ", ".join(dict.fromkeys(tool for _, tool in FORMS))
+        raise InputError("record_type", where, "the record has no spans", f"spans of {tools}")
 
 
 def _span(fields: Any, where: str, trace: Any = None, **of_trace: Any) -> Span:
@@ -182,14 +182,14 @@ def _of_mlflow(record: Mapping[str, Any], where: str) -> Iterator[Span]:
     spans = _object(record["data"], f"{where}, data").get("spans") or []
     trace_id = info.get("trace_id") or info.get("request_id")
     scores, opinions = {}, set()
-    for each in info.get("assessments") or ():
-        value = (each.get("feedback") or {}).get("value", each.get("value"))
+    for assessment in info.get("assessments") or ():
+        value = (assessment.get("feedback") or {}).get("value", assessment.get("value"))
         if isinstance(value, int | float | bool):
-            name = str(each.get("assessment_name") or each.get("name"))
+            name = str(assessment.get("assessment_name") or assessment.get("name"))
             scores[name] = float(value)
-            source = each.get("source")
+            source = assessment.get("source")
             judge = source.get("source_type") if isinstance(source, Mapping) else None
-            if each.get("span_id") or judge in {"LLM_JUDGE", "AI_JUDGE"}:
+            if assessment.get("span_id") or judge in {"LLM_JUDGE", "AI_JUDGE"}:
                 opinions.add(name)
     labels = {"session": str(info["session"])} if info.get("session") else {}
     for span in spans:
@@ -232,11 +232,11 @@ def at(tree: Any, path: str) -> Any:
 def listed(node: Any) -> list[Any]:
     """Return the elements of a list, or of a tree whose keys are indices."""
     if isinstance(node, list):
-        return [tree_of(each) if isinstance(each, Mapping) else each for each in node]
+        return [tree_of(element) if isinstance(element, Mapping) else element for element in node]
     if not isinstance(node, Mapping):
         return []
-    numbered = [(int(key), each) for key, each in node.items() if key.isdecimal()]
-    return [each for _, each in sorted(numbered, key=lambda pair: pair[0])]
+    numbered = [(int(key), element) for key, element in node.items() if key.isdecimal()]
+    return [element for _, element in sorted(numbered, key=lambda pair: pair[0])]
 
 
 def _pairs(logged: Any) -> dict[str, Any]:
@@ -258,7 +258,7 @@ def _otlp_value(value: Any) -> Any:
             is_whole = name == "intValue" and str(number).lstrip("-").isdecimal()
             return int(number) if is_whole else number
     if "arrayValue" in value:
-        return [_otlp_value(each) for each in value["arrayValue"].get("values") or ()]
+        return [_otlp_value(element) for element in value["arrayValue"].get("values") or ()]
     if "kvlistValue" in value:
         return _pairs(value["kvlistValue"].get("values"))
     return None
@@ -275,10 +275,11 @@ def _labels(attributes: Tree) -> dict[str, str]:
         "session": ("session.id", "gen_ai.conversation.id", "langfuse.session.id"),
         "user": ("user.id", "langfuse.user.id"),
     }
-    found = {
-        n: next((v for p in each if (v := at(attributes, p))), None) for n, each in paths.items()
+    values = {
+        n: next((v for p in alternatives if (v := at(attributes, p))), None)
+        for n, alternatives in paths.items()
     }
-    return {name: value for name, value in found.items() if isinstance(value, str)}
+    return {name: value for name, value in values.items() if isinstance(value, str)}
 
 
 def _seconds(value: Any) -> float:
@@ -301,8 +302,8 @@ def _id(value: Any, where: str) -> str:
 
 
 def _parent(value: Any) -> str | None:
-    found = value.removeprefix("0x") if isinstance(value, str) else ""
-    return found if found.strip("0") else None
+    digits = value.removeprefix("0x") if isinstance(value, str) else ""
+    return digits if digits.strip("0") else None
 
 
 def _first(fields: Any, *names: str) -> Any:
@@ -310,16 +311,16 @@ def _first(fields: Any, *names: str) -> Any:
     return next((fields[name] for name in names if name in fields), None)
 
 
-def _mapping(given: Any) -> dict[str, Any]:
-    value = value_of(given)
+def _mapping(text: Any) -> dict[str, Any]:
+    value = value_of(text)
     return dict(value) if isinstance(value, Mapping) else {}
 
 
 def _object(value: Any, where: str) -> Mapping[str, Any]:
-    found = value_of(value)
-    if not isinstance(found, Mapping):
+    decoded = value_of(value)
+    if not isinstance(decoded, Mapping):
         raise InputError("record_type", where, type(value).__name__, "an object")
-    return found
+    return decoded
 
 
 def protobuf_records(content: bytes, where: str) -> list[Any]:
@@ -330,14 +331,14 @@ def protobuf_records(content: bytes, where: str) -> list[Any]:
         from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
     def decoded(part: bytes) -> Any:
-        found = MessageToDict(TracesData.FromString(part))
-        for resource in found.get("resourceSpans", ()):
+        traces = MessageToDict(TracesData.FromString(part))
+        for resource in traces.get("resourceSpans", ()):
             for scope in resource.get("scopeSpans", ()):
                 for span in scope.get("spans", ()):
                     for name in ("traceId", "spanId", "parentSpanId"):
                         if name in span:
                             span[name] = base64.b64decode(span[name]).hex()
-        return found
+        return traces
 
     try:
         return [decoded(content)]

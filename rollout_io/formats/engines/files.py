@@ -55,11 +55,11 @@ class Names(NamedTuple):
     def joined(self, other: Names) -> Names:
         """Return the names of a session, given those in another record of it; the first ones count."""
         is_agent = self.parent is not None and other.parent is not None
-        known = {name: value for name, value in self.labels.items() if value}
+        filled_in = {name: value for name, value in self.labels.items() if value}
         return self._replace(
             parent=self.parent or other.parent if is_agent else None,
             origin=self.origin or other.origin,
-            labels={**other.labels, **known},
+            labels={**other.labels, **filled_in},
         )
 
 
@@ -87,27 +87,27 @@ class File:
 
 
 def by_session(
-    given: Input, records: Iterable[Record], names_in: Callable[[Path, bytes], Names | None]
+    log: Input, records: Iterable[Record], names_in: Callable[[Path, bytes], Names | None]
 ) -> Iterator[tuple[Names, list[Record]]]:
     """Yield the sessions of a file whose records name theirs; the first one has those that do not."""
     names, sessions, rest = dict[str, Names](), dict[str, list[Record]](), list[Record]()
     for record in records:
-        found = names_in(Path(given.name), record.content)
-        if found is None:
+        record_names = names_in(Path(log.name), record.content)
+        if record_names is None:
             rest.append(record)
             continue
-        name = found.session
-        names[name] = names[name].joined(found) if name in names else found
+        name = record_names.session
+        names[name] = names[name].joined(record_names) if name in names else record_names
         sessions.setdefault(name, []).append(record)
-    first = next((name for name in sessions if name != given.name), given.name)
+    first = next((name for name in sessions if name != log.name), log.name)
     sessions.setdefault(first, []).extend(rest)
-    for name, own in sessions.items():
-        yield names.get(name, Names(name)), own
+    for name, session_records in sessions.items():
+        yield names.get(name, Names(name)), session_records
 
 
 def join_agents(sessions: dict[str, list[File]]) -> None:
     """Add the records of sub-agents that do not name their parent to the session they repeat."""
-    files = {name: own[0] for name, own in sessions.items() if own}
+    files = {name: session_files[0] for name, session_files in sessions.items() if session_files}
     holders = {
         one: name
         for name, file in files.items()

@@ -241,7 +241,7 @@ class Records(Grammar):
             record, content = self._decoded(Record(place, self.plain(content_of(place))))
             account(self.contents, content)
         trajectory = self.read(record, run, options)
-        trajectory.steps = [each for step in trajectory.steps for each in by_marks(step)]
+        trajectory.steps = [part for step in trajectory.steps for part in by_marks(step)]
         if trajectory.error is None and not run.failed and not _is_answered(trajectory):
             raise InputError("no_calls", place.where, "the run has no model response")
         return trajectory

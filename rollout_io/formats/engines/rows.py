@@ -52,29 +52,29 @@ class Rows(Sessions):
 
     def find(self, inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
         """Yield one run per session; one that several stores have is read from the first database."""
-        yield from super().find(sorted(inputs, key=lambda each: each.path.is_dir()), progress)
+        yield from super().find(sorted(inputs, key=lambda log: log.path.is_dir()), progress)
 
     def _sessions_in(
-        self, given: Input, progress: Progress
+        self, log: Input, progress: Progress
     ) -> Iterator[tuple[Names, Iterable[Record]] | Rejected]:
-        progress(given.path.stat().st_size)
+        progress(log.path.stat().st_size)
         try:
-            with contained(given.name), self.open(given.path, given.name) as store:
+            with contained(log.name), self.open(log.path, log.name) as store:
                 for session in [*store.sessions()]:
-                    place = Place(given.path, f"{given.name}, session {session}", None, 1)
+                    place = Place(log.path, f"{log.name}, session {session}", None, 1)
                     try:
                         names = store.names(session)
                     except RolloutError as error:
                         yield Rejected(place, error)
                     else:
-                        yield names, self._records_of(store, session, given)
+                        yield names, self._records_of(store, session, log)
         except RolloutError as error:
-            yield Rejected(Place(given.path, given.name, None, 1), error)
+            yield Rejected(Place(log.path, log.name, None, 1), error)
 
-    def _records_of(self, store: Store, session: str, given: Input) -> Iterator[Record]:
+    def _records_of(self, store: Store, session: str, log: Input) -> Iterator[Record]:
         for name, content in store.records(session):
-            where = f"{given.name}, session {session}, {name}"
-            yield Record(Place(given.path, where, None, len(content), session), content)
+            where = f"{log.name}, session {session}, {name}"
+            yield Record(Place(log.path, where, None, len(content), session), content)
 
     def _read(self, places: Sequence[Place]) -> tuple[Names, list[Record]]:
         place, session = places[0], str(places[0].part)

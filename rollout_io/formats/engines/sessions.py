@@ -127,8 +127,8 @@ class Sessions(Grammar):
         """Yield one run per session, with the files of its sub-agents."""
         yield About("groups", GROUPS)
         sessions: dict[str, list[File]] = {}
-        for given in inputs:
-            for session in self._sessions_in(given, progress):
+        for log in inputs:
+            for session in self._sessions_in(log, progress):
                 if isinstance(session, Rejected):
                     yield session
                     continue
@@ -149,16 +149,16 @@ class Sessions(Grammar):
         yield from self._runs({name: files for name, files in sessions.items() if files})
 
     def _sessions_in(
-        self, given: Input, progress: Progress
+        self, log: Input, progress: Progress
     ) -> Iterator[tuple[Names, Iterable[Record]] | Rejected]:
         """Yield the names and the records of each session of an input."""
-        records = self._records(given, progress)
+        records = self._records(log, progress)
         if self.names_in is not None:
-            yield from by_session(given, records, self.names_in)
+            yield from by_session(log, records, self.names_in)
             return
         first = [*islice(records, _NUM_FIRST)]
         typed = self._typed(first)
-        names = self.names(Path(given.name), typed)
+        names = self.names(Path(log.name), typed)
         is_empty = names.is_empty and len(typed) == len(first) < _NUM_FIRST
         yield names._replace(is_empty=is_empty), chain(first, records)
 
@@ -168,15 +168,15 @@ class Sessions(Grammar):
         name = self._name_of(places[0])
         return self.names(Path(name), self._typed(records[:_NUM_FIRST])), records
 
-    def _records(self, given: Input, progress: Progress) -> Iterator[Record]:
-        start = Start(given.path)
+    def _records(self, log: Input, progress: Progress) -> Iterator[Record]:
+        start = Start(log.path)
         if start.is_file and not start.is_document:
-            yield from (Record(place, content) for place, content in lines_of([given], progress))
+            yield from (Record(place, content) for place, content in lines_of([log], progress))
             return
         below = sorted(start.below(self.files), key=lambda path: natural_key(str(path)))
-        for path in [given.path] if start.is_file else below:
-            name = given.name
-            name += "" if start.is_file else f"/{path.relative_to(given.path)}"
+        for path in [log.path] if start.is_file else below:
+            name = log.name
+            name += "" if start.is_file else f"/{path.relative_to(log.path)}"
             content = read_input(path)
             progress(len(content))
             part = _DOCUMENT if start.is_file else _OF_MANY
@@ -193,7 +193,7 @@ class Sessions(Grammar):
 
     def _is_copy(self, file: File, other: File) -> bool:
         """True if two files have the same records."""
-        sizes = [[place.num_bytes for place in each.places] for each in (file, other)]
+        sizes = [[place.num_bytes for place in one.places] for one in (file, other)]
         if sizes[0] != sizes[1] or not file.places:
             return False
         contents = [[record.content for record in self._read(f.places)[1]] for f in (file, other)]
@@ -204,8 +204,8 @@ class Sessions(Grammar):
             try:
                 refuse_not_utf8(content, place.where)
                 kind, fields = self.split(content, place.where, _decoder(place))
-                if found := self.names_of(kind, fields, file):
-                    file.answers[len(file.places)] = [digest(name) for name in found]
+                if answer_names := self.names_of(kind, fields, file):
+                    file.answers[len(file.places)] = [digest(name) for name in answer_names]
                 file.places.append(place)
             except RolloutError as error:
                 file.damage = file.damage or error
@@ -245,18 +245,18 @@ class Sessions(Grammar):
                 places += file.places
             named = {"session": root, **sessions[root][0].names.labels}
             labels = {name: value for name, value in named.items() if value}
-            for found in run_of(root, places, labels, answers, copied):
-                if isinstance(found, Run):
-                    found.copied |= referred
+            for item in run_of(root, places, labels, answers, copied):
+                if isinstance(item, Run):
+                    item.copied |= referred
                     if (task := sessions[root][0].names.instance) is not None:
                         repetition = sessions[root][0].names.repetition
-                        found.instance_id, found.repetition_id = task, repetition
-                yield found
+                        item.instance_id, item.repetition_id = task, repetition
+                yield item
 
     def _copies(self, sessions: Mapping[str, list[File]]) -> dict[tuple[str, int], dict[int, str]]:
         """Return the copied answers of each file, each with the session that keeps it."""
         files = {(name, i): f for name, files in sessions.items() for i, f in enumerate(files)}
-        origins = {name: own[0].names.origin for name, own in sessions.items()}
+        origins = {name: copied[0].names.origin for name, copied in sessions.items()}
         forked = {_last(name, origins) for name, origin in origins.items() if origin is not None}
         answers = dict[tuple[str, int], dict[int, list[bytes]]]()
         for key, file in files.items():
@@ -268,13 +268,15 @@ class Sessions(Grammar):
             before = digest(family, agent, str(file.names.base))
             answers[key] = {}
             for at, digests in file.answers.items() if family in {*forked, ""} else ():
-                before = digest(before.hex(), *(each.hex() for each in digests))
+                before = digest(before.hex(), *(one.hex() for one in digests))
                 answers[key][at] = [before]
         order = sorted(
             files, key=lambda key: (files[key].names.origin is not None, len(answers[key]))
         )
         copies = copied_answers({key: answers[key] for key in order})
-        return {key: {at: keeper[0] for at, keeper in own.items()} for key, own in copies.items()}
+        return {
+            key: {at: keeper[0] for at, keeper in copied.items()} for key, copied in copies.items()
+        }
 
     def read_run(self, run: Run, _: Options) -> Trajectory:
         """Read the contexts of a session and its sub-agents.
@@ -285,14 +287,16 @@ class Sessions(Grammar):
         """
         main = Contexts()
         tips: dict[str, list[Said | None]] = {}
-        for _file, group in groupby(enumerate(run.places), lambda each: self._file_of(each[1])):
+        for _file, group in groupby(
+            enumerate(run.places), lambda numbered: self._file_of(numbered[1])
+        ):
             places = [*group]
             names, records = self._read([place for _, place in places])
             is_main = self.names_in is not None or names.session == run.labels["session"]
             log = main if is_main else main.agent(names.session, names.agent)
             ends = self._begin(log, names, tips)
             self.read(self._lines(records, [i in run.copied for i, _ in places], log, ends), log)
-        steps = [each for step in main.steps() for each in by_marks(step)]
+        steps = [numbered for step in main.steps() for numbered in by_marks(step)]
         if not steps and main.error is None:
             got = "the session has no model response"
             raise main.unread or InputError("no_calls", run.places[0].where, got)

@@ -215,8 +215,8 @@ def other_api(response: Response, where: str) -> InputError | None:
 def sglang(choice: Choice, where: str) -> InputError | None:
     """Return the error for a choice whose ids are in SGLang's fields; None if there are none."""
     names = ("response_token_ids", "meta_info")
-    found = [f"`{name}`" for name in names if bytes(getattr(choice, name)) != _NULL]
-    if not found:
+    fields = [f"`{name}`" for name in names if bytes(getattr(choice, name)) != _NULL]
+    if not fields:
         return None
-    got = f"the ids are in SGLang's fields ({' and '.join(found)}), which are not read"
+    got = f"the ids are in SGLang's fields ({' and '.join(fields)}), which are not read"
     return InputError("other_api", where, got, "`choices[i].token_ids`", _SGLANG)

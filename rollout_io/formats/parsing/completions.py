@@ -111,11 +111,11 @@ def _in_order(choices: Sequence[Choice], where: str) -> Sequence[Choice]:
 
 
 def _prompt_of(choice: Choice, response: Response, where: str) -> bytes:
-    shared, own = bytes(response.prompt_token_ids), choice.prompt_token_ids
+    shared, of_choice = bytes(response.prompt_token_ids), choice.prompt_token_ids
     if shared == b"null":
-        return bytes(own)
-    if own is not NO_JSON and bytes(own) != b"null":
-        same_ids(shared, bytes(own), "prompt_token_ids", where)
+        return bytes(of_choice)
+    if of_choice is not NO_JSON and bytes(of_choice) != b"null":
+        same_ids(shared, bytes(of_choice), "prompt_token_ids", where)
     return shared
 
 
@@ -271,14 +271,14 @@ def whole_response(answer: Answer, where: str, *, echo: bool = False) -> Respons
 
 
 def _refuse_error(response: Response, where: str) -> None:
-    said = bytes(response.error)
-    if said == b"null" and (response.object == "error" or not response.choices):
+    reason = bytes(response.error)
+    if reason == b"null" and (response.object == "error" or not response.choices):
         # Older versions of vLLM answer {"object": "error", "message": ...}, FastAPI {"detail": ...}.
         message = bytes(response.message)  # an object in other APIs
-        said = message if message[:1] == b'"' else bytes(response.detail)
-    if said == b"null" and response.object != "error":
+        reason = message if message[:1] == b'"' else bytes(response.detail)
+    if reason == b"null" and response.object != "error":
         return
-    got = f"the engine returned an error: {cleaned(said.decode())[:200]}"
+    got = f"the engine returned an error: {cleaned(reason.decode())[:200]}"
     raise InputError("no_response", where, got, hint=_FAILED)
 
 
@@ -310,8 +310,8 @@ def _joined(answer: list[Response | str] | str | None, where: str, *, echo: bool
 
 def _has_text(piece: Choice) -> bool:
     delta = piece.delta or Delta()
-    said = (piece.text, delta.content, delta.reasoning, delta.reasoning_content, delta.tool_calls)
-    return any(said)
+    texts = (piece.text, delta.content, delta.reasoning, delta.reasoning_content, delta.tool_calls)
+    return any(texts)
 
 
 def _refuse_partial(pieces: Sequence[Choice], place: str) -> None:
@@ -352,21 +352,21 @@ def _check_piece(choice: Choice, place: str) -> None:
 
 def _usage_of(chunks: Sequence[Response]) -> Usage | None:
     """Return the last token counts of the stream if they cover all choices, else None."""
-    told = [chunk for chunk in chunks if chunk.usage is not None]
-    if not told:
+    counting = [chunk for chunk in chunks if chunk.usage is not None]
+    if not counting:
         return None
     is_total = (
-        not told[-1].choices or len({c.index for chunk in chunks for c in chunk.choices}) == 1
+        not counting[-1].choices or len({c.index for chunk in chunks for c in chunk.choices}) == 1
     )
-    return told[-1].usage if is_total else None
+    return counting[-1].usage if is_total else None
 
 
 def _one_prompt(prompts: Iterable[msgspec.Raw], where: str) -> msgspec.Raw:
     """Return the prompt of a streamed response, whose chunks may repeat or omit it."""
-    told = [raw for raw in prompts if bytes(raw) != b"null"]
-    for other in told[1:]:
-        same_ids(bytes(told[0]), bytes(other), "prompt_token_ids", where)
-    return told[0] if told else NO_JSON
+    distinct = [raw for raw in prompts if bytes(raw) != b"null"]
+    for other in distinct[1:]:
+        same_ids(bytes(distinct[0]), bytes(other), "prompt_token_ids", where)
+    return distinct[0] if distinct else NO_JSON
 
 
 def _join_choice(index: int, pieces: Sequence[Choice], where: str) -> Choice:
@@ -411,8 +411,8 @@ def _join_logprobs(pieces: Sequence[Logprobs]) -> Logprobs | None:
 
 
 def _concatenated(lists: Iterable[list[T] | None]) -> list[T] | None:
-    told = [values for values in lists if values is not None]
-    return [value for values in told for value in values] if told else None
+    present = [values for values in lists if values is not None]
+    return [value for values in present for value in values] if present else None
 
 
 def _join_deltas(deltas: Sequence[Delta]) -> Message | None:

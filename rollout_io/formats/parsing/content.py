@@ -102,7 +102,7 @@ def _text(part: Part) -> str:
     if part.type == "search_result":
         source = part.source if isinstance(part.source, str) else None
         inner = parts_in(_inner(part.content))
-        return "\n".join(filter(None, [part.title, source, *(_text(each) for each in inner)]))
+        return "\n".join(filter(None, [part.title, source, *(_text(nested) for nested in inner)]))
     if part.type == "refusal":
         return part.refusal or ""
     return part.text or "" if part.type in _TEXTS else ""
@@ -115,7 +115,7 @@ def _document(source: dict[str, Any], title: str | None) -> str:
         return joined(title or "", data)
     if source.get("type") == "content":
         inner = parts_in(_inner(msgspec.Raw(msgspec.json.encode(content))))
-        return joined(title or "", "\n".join(_text(each) for each in inner))
+        return joined(title or "", "\n".join(_text(nested) for nested in inner))
     return ""
 
 

@@ -43,11 +43,11 @@ def index_of(place: Place) -> int:
 
 
 def with_group_rule(
-    found: Iterable[Found], rule: str = _BY_FILE, label: str = "instance_id"
+    items: Iterable[Found], rule: str = _BY_FILE, label: str = "instance_id"
 ) -> Iterator[Found]:
-    """Yield everything in `found`; if a run lacks the label, also yield the rule for its group."""
+    """Yield everything in `items`; if a run lacks the label, also yield the rule for its group."""
     is_inferred = False
-    for item in found:
+    for item in items:
         is_inferred |= isinstance(item, Run) and label not in item.labels
         yield item
     if is_inferred:
@@ -59,12 +59,12 @@ _RECORDS = (".jsonl", ".json", ".gz", ".zst", ".pt", ".eval", ".parquet", ".traj
 
 
 def logs_of(
-    given: Input, is_log: Callable[[str], bool], is_beside: Callable[[str], bool]
+    log: Input, is_log: Callable[[str], bool], is_beside: Callable[[str], bool]
 ) -> list[Input]:
     """Return the logs in a directory, or a file itself; see `logs_below` for the arguments."""
-    if not given.path.is_dir():
-        return [given]
-    return [Input(str(path), path) for path in logs_below(given.path, is_log, is_beside)]
+    if not log.path.is_dir():
+        return [log]
+    return [Input(str(path), path) for path in logs_below(log.path, is_log, is_beside)]
 
 
 def logs_below(
@@ -75,7 +75,7 @@ def logs_below(
     A file `is_beside` the logs if it has no records. Hidden files are ignored. The result is also empty for a directory with more
     than 20,000 files or five levels, whose logs must be passed individually.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     num_files = 0
     for folder, folders, names in os.walk(directory):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -86,8 +86,8 @@ def logs_below(
         num_files += len(names)
         if num_files > _MOST_FILES or depth > _DEPTH or not all(map(is_beside, others)):
             return []
-        found += [Path(folder) / name for name in logs]
-    return sorted(found, key=lambda path: natural_key(str(path)))
+        files += [Path(folder) / name for name in logs]
+    return sorted(files, key=lambda path: natural_key(str(path)))
 
 
 def parts_of(

@@ -40,10 +40,12 @@ def copied_answers(sessions: Mapping[Name, Answers]) -> dict[Name, dict[int, Nam
     copied: dict[Name, dict[int, Name]] = {}
     for name, session in sessions.items():
         answers = session.items()
-        found = {i: next((keepers[d] for d in each if d in keepers), name) for i, each in answers}
-        copied[name] = {i: keeper for i, keeper in found.items() if keeper != name}
-        for _, each in answers:
-            for one in each:
+        keepers_of = {
+            i: next((keepers[d] for d in digests if d in keepers), name) for i, digests in answers
+        }
+        copied[name] = {i: keeper for i, keeper in keepers_of.items() if keeper != name}
+        for _, digests in answers:
+            for one in digests:
                 keepers.setdefault(one, name)
     return copied
 

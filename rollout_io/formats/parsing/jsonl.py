@@ -166,9 +166,9 @@ def decoded(decoder: msgspec.json.Decoder[T], content: bytes | mmap) -> T:
         repaired = without_lone_surrogates(bytes(content))
         if repaired == bytes(content):
             raise
-        found = decoder.decode(repaired)
+        value = decoder.decode(repaired)
         note_run(SURROGATES)
-        return found
+        return value
 
 
 def without_lone_surrogates(content: bytes) -> bytes:

@@ -73,16 +73,16 @@ def lines_of(inputs: Sequence[Input], progress: Progress) -> Iterator[tuple[Plac
     """Yield the non-blank lines of all inputs, each with its location."""
     close_files()
     for name, path in inputs:
-        told = 0
+        num_reported = 0
         with open_input(path) as file:
             for number, offset, content in read_lines(file):
                 if number == 1:
                     refuse_lfs_pointer(content, name)
                 yield Place(path, f"{name}:{number}", offset, len(content)), content
-                if offset - told >= _TOLD_BYTES:
-                    progress(offset - told)
-                    told = offset
-            progress(file.tell() - told)
+                if offset - num_reported >= _TOLD_BYTES:
+                    progress(offset - num_reported)
+                    num_reported = offset
+            progress(file.tell() - num_reported)
 
 
 def without_copies(places: Sequence[Place]) -> tuple[list[Place], list[Rejected]]:
@@ -93,16 +93,16 @@ def without_copies(places: Sequence[Place]) -> tuple[list[Place], list[Rejected]
     sizes = sorted(place.num_bytes for place in places)
     twins = {size for pair in pairwise(sizes) if pair[1] - pair[0] <= _BLANK_BYTES for size in pair}
     first: dict[bytes, str] = {}
-    kept: list[Place] = []
+    distinct: list[Place] = []
     copies: list[Rejected] = []
     for place in places:
         try:
             if place.num_bytes in twins:
                 refuse_repeated(read_record(place).rstrip(), place.where, first)
-            kept.append(place)
+            distinct.append(place)
         except RolloutError as error:
             copies.append(Rejected(place, error))
-    return kept, copies
+    return distinct, copies
 
 
 def refuse_repeated(content: bytes, where: str, first: dict[bytes, str]) -> None:

@@ -154,21 +154,21 @@ def read_messages(raws: Iterable[msgspec.Raw], where: str) -> list[Message]:
         >>> read_messages([call], "a.jsonl:1")[0]["tool_calls"]
         [{'id': 'c', 'type': 'function', 'function': {'name': 'ls', 'arguments': '{}'}}]
     """
-    found: list[Message] = []
+    converted: list[Message] = []
     for i, raw in enumerate(raws):
         is_active, messages = _read(raw, f"{where}[{i}]")
         note(INACTIVE, not is_active)
-        found += messages if is_active else ()
-    return found
+        converted += messages if is_active else ()
+    return converted
 
 
 def read_message(raw: msgspec.Raw, where: str) -> Message:
     """Convert a logged message that corresponds to exactly one in OpenAI's format, `active` or not."""
-    _, found = _read(raw, where)
-    if len(found) > 1:
+    _, converted = _read(raw, where)
+    if len(converted) > 1:
         got = "the message has several tool results, or a tool result and other content"
         raise bad_message(where, got)
-    return found[0]
+    return converted[0]
 
 
 def with_marks(messages: list[Message], marks: Mapping[str, Any], where: str) -> list[Message]:
@@ -186,7 +186,9 @@ def with_marks(messages: list[Message], marks: Mapping[str, Any], where: str) ->
             raise bad_message(where, got, "1 (trained on) or 0 (part of the prompt)")
     if all(stated.values()):
         return messages
-    return [each | {WEIGHT: 0} if each["role"] == "assistant" else each for each in messages]
+    return [
+        message | {WEIGHT: 0} if message["role"] == "assistant" else message for message in messages
+    ]
 
 
 def by_marks(step: Logged) -> list[Logged]:
@@ -247,11 +249,11 @@ def _of_chat(chat: _Chat, where: str) -> list[Message]:
         "name": chat.name,
         "is_error": chat.is_error or None,
     }
-    found = [*before, message | known(beside)]
+    messages = [*before, message | known(beside)]
     if chat.thought is not None:
-        first = next(i for i, each in enumerate(found) if each["role"] == chat.role)
-        found[first] |= {"reasoning_content": chat.thought}
-    return found
+        first = next(i for i, other in enumerate(messages) if other["role"] == chat.role)
+        messages[first] |= {"reasoning_content": chat.thought}
+    return messages
 
 
 def _tool_call(call: _ToolCall | str, where: str) -> Message:

@@ -129,13 +129,13 @@ def unread_labels(fields: Mapping[str, Any]) -> dict[str, str]:
         >>> unread_labels({"taskId": 7, "task_id": "a", "metadata": {"task_id": "b"}})
         {'taskId': '7', 'metadata.task_id': 'b'}
     """
-    found = {name: fields[name] for name in fields if name not in _READ and is_like_label(name)}
+    unread = {name: fields[name] for name in fields if name not in _READ and is_like_label(name)}
     for place in _PLACES:
         inner = _decoded(fields.get(place))
         for key, value in inner.items() if isinstance(inner, Mapping) else ():
             if is_like_label(key):
-                found[f"{place}.{key}"] = value
-    values = {name: _decoded(value) for name, value in found.items()}
+                unread[f"{place}.{key}"] = value
+    values = {name: _decoded(value) for name, value in unread.items()}
     return {
         name: str(value)
         for name, value in values.items()
@@ -174,8 +174,8 @@ def is_name(text: str) -> bool:
 
 def groups_told(keys: Container[str], inferred: str) -> str | None:
     """Describe by which labels runs are grouped; None if all have an `instance_id` or `id`."""
-    told = [name for name in TASK_LABELS if name in keys]
-    texts = ["by " + ", ".join(told)] if told else []
+    used = [name for name in TASK_LABELS if name in keys]
+    texts = ["by " + ", ".join(used)] if used else []
     return "; ".join([*texts, *([inferred] if "prompt" in keys else [])]) or None
 
 

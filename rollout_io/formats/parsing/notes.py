@@ -22,10 +22,10 @@ _NOTES: ContextVar[Counter[str] | None] = ContextVar("notes", default=None)
 @contextmanager
 def noted() -> Iterator[Counter[str]]:
     """Collect the notes that are made in this block."""
-    found: Counter[str] = Counter()
-    token = _NOTES.set(found)
+    counts: Counter[str] = Counter()
+    token = _NOTES.set(counts)
     try:
-        yield found
+        yield counts
     finally:
         _NOTES.reset(token)
 
@@ -54,10 +54,10 @@ def note_unread(name: str) -> None:
 
 def added(notes: Mapping[str, int], more: Mapping[str, int]) -> dict[str, int]:
     """Return the sums of two sets of notes, with the same limit on names as in `note_unread`."""
-    found = dict(notes)
+    total = dict(notes)
     for what, number in more.items():
-        _count(found, what, number)
-    return found
+        _count(total, what, number)
+    return total
 
 
 def _count(notes: dict[str, int], what: str, number: int) -> None:
@@ -69,5 +69,7 @@ def _count(notes: dict[str, int], what: str, number: int) -> None:
 
 def unread_in(notes: Mapping[str, int]) -> dict[str, int]:
     """Return the counts of unknown content among notes, by name, the most frequent first."""
-    found = [(what.removeprefix(UNREAD), n) for what, n in notes.items() if what.startswith(UNREAD)]
-    return dict(sorted(found, key=lambda each: (each[0] == OTHER, -each[1], each[0])))
+    entries = [
+        (what.removeprefix(UNREAD), n) for what, n in notes.items() if what.startswith(UNREAD)
+    ]
+    return dict(sorted(entries, key=lambda entry: (entry[0] == OTHER, -entry[1], entry[0])))

@@ -128,9 +128,9 @@ def read_steps(
     for step, call in zip(steps, calls, strict=True):
         if sent is not None:
             step.messages = msgspec.json.encode([*sent, *raw_items[: call[0]]]).decode()
-        said = [_said(raw_items[i], f"{where}output[{i}]") for i in call]
-        step.texts = [text for texts in said for text in texts]
-        shown = zip(call, said, strict=True)
+        texts_of_call = [_said(raw_items[i], f"{where}output[{i}]") for i in call]
+        step.texts = [text for texts in texts_of_call for text in texts]
+        shown = zip(call, texts_of_call, strict=True)
         step.response_text = "\n".join(
             "\n".join(texts) or msgspec.json.encode(raw_items[i]).decode() for i, texts in shown
         )

@@ -85,25 +85,25 @@ def sampling_extra(fields: SamplingFields | Mapping[str, Any]) -> str | None:
         values = _VALUES(fields)
         if values == _DEFAULTS:  # the usual case
             return None
-        given = dict(zip(SamplingFields.__struct_fields__, values, strict=True))
+        settings = dict(zip(SamplingFields.__struct_fields__, values, strict=True))
     else:
-        given = dict(fields)
-    body = given.pop("extra_body", None)
+        settings = dict(fields)
+    body = settings.pop("extra_body", None)
     if isinstance(body, dict):
-        given |= body
-    found = {n: v for n, v in given.items() if n in _NEUTRAL and v not in _NEUTRAL[n]}
-    return json.dumps(found, sort_keys=True, separators=(",", ":")) if found else None
+        settings |= body
+    extra = {n: v for n, v in settings.items() if n in _NEUTRAL and v not in _NEUTRAL[n]}
+    return json.dumps(extra, sort_keys=True, separators=(",", ":")) if extra else None
 
 
 def sampling_extra_of(history: Iterable[Mapping[str, Any]]) -> str | None:
     """Return `sampling_extra` of a dataset that was generated before this column existed."""
-    configs = [config for made in history if isinstance(config := made.get("config"), dict)]
+    configs = [config for step in history if isinstance(config := step.get("config"), dict)]
     extras = [config.get("sampling_extra") for config in configs]
-    found = [
+    extra_texts = [
         sampling_extra({**(extra if isinstance(extra, dict) else {}), "min_p": config.get("min_p")})
         for config, extra in zip(configs, extras, strict=True)
     ]
-    return next((text for text in found if text), None)
+    return next((text for text in extra_texts if text), None)
 
 
 MODELS = "models"
@@ -142,13 +142,13 @@ class ModelNames:
 
     def names(self) -> list[str]:
         """Return all names, sorted."""
-        found = set()
+        distinct = set()
         for text in self._found:
             try:
-                found.add(_TEXT.decode(text))
+                distinct.add(_TEXT.decode(text))
             except (msgspec.MsgspecError, UnicodeDecodeError):
                 continue  # the record itself is rejected elsewhere
-        return sorted(name for name in found if name)
+        return sorted(name for name in distinct if name)
 
     def about(self) -> Iterator[About]:
         """Yield the names as a fact about the log, for `Adapter.find`."""

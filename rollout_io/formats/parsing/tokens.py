@@ -85,18 +85,18 @@ def parse_ids(texts: Sequence[bytes]) -> tuple[npt.NDArray[np.int32], IntArray]:
         parts.append(_END)
         extends.append(goes_on)
         before = text
-    found = _parse_numbers(b",".join(parts))
-    ends = np.flatnonzero(found == INT32_MAX + 1)
-    if len(ends) != len(texts) or found.max() > INT32_MAX + 1 or found.min() < -INT32_MAX - 1:
+    numbers = _parse_numbers(b",".join(parts))
+    ends = np.flatnonzero(numbers == INT32_MAX + 1)
+    if len(ends) != len(texts) or numbers.max() > INT32_MAX + 1 or numbers.min() < -INT32_MAX - 1:
         raise ValueError("a number does not fit in 32 bits")
-    return _with_shared(found, ends, np.array(extends, np.bool_))
+    return _with_shared(numbers, ends, np.array(extends, np.bool_))
 
 
 def _with_shared(
-    found: npt.NDArray[np.int64], ends: IntArray, extends: npt.NDArray[np.bool_]
+    numbers: npt.NDArray[np.int64], ends: IntArray, extends: npt.NDArray[np.bool_]
 ) -> tuple[npt.NDArray[np.int32], IntArray]:
-    """Rebuild the lists; where a list `extends` the previous one, `found` has only new numbers."""
-    new = found[found <= INT32_MAX].astype(np.int32)
+    """Rebuild the lists; where a list `extends` the previous one, `numbers` has only new numbers."""
+    new = numbers[numbers <= INT32_MAX].astype(np.int32)
     stops = ends - np.arange(len(ends))
     starts = np.maximum.accumulate(np.where(extends, 0, np.append(0, stops[:-1])))
     if not extends.any():
@@ -157,14 +157,14 @@ def logprob_array(values: Sequence[float], num_tokens: int, where: str) -> npt.N
         expected = f"{num_tokens}, one per response token"
         raise broken("lengths_align", where, count(len(values), "logprob"), expected)
     with np.errstate(over="ignore"):  # an overflow to infinity is rejected below
-        found = np.array(values, np.float32)
-    if len(found) and not found.min() > LOGPROB_SENTINEL:
+        logprobs = np.array(values, np.float32)
+    if len(logprobs) and not logprobs.min() > LOGPROB_SENTINEL:
         raise broken("logprobs_finite", where, f"logprob {min(values)}", "a value above -9999")
-    if len(found) and found.max() > 0:
+    if len(logprobs) and logprobs.max() > 0:
         raise broken(
             "logprobs_nonpositive", where, f"logprob {max(values)}", "a value of at most 0"
         )
-    return found
+    return logprobs
 
 
 def route_array(raw: msgspec.Raw, num_tokens: int, place: str) -> npt.NDArray[np.int16] | None:
@@ -209,7 +209,9 @@ def _routes(raw: msgspec.Raw) -> npt.NDArray[np.int16] | None:
     if not bytes(raw).startswith(b'"'):
         nested = _ROUTES_DECODER.decode(raw)
         return None if nested is None else np.array(nested, np.int16)
-    found = _numpy_file(msgspec.json.decode(raw, type=bytes))
-    if found.dtype.kind not in "iu" or (found.size and not 0 <= found.min() <= found.max() < 2**15):
+    routes = _numpy_file(msgspec.json.decode(raw, type=bytes))
+    if routes.dtype.kind not in "iu" or (
+        routes.size and not 0 <= routes.min() <= routes.max() < 2**15
+    ):
         raise ValueError("the array does not contain expert indices")
-    return found.astype(np.int16)
+    return routes.astype(np.int16)

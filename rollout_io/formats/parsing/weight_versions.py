@@ -63,10 +63,10 @@ def versions_of_calls(
     if not calls or not all(isinstance(call, dict) for call in calls):
         return None
     try:
-        found = msgspec.convert(list(calls), list[_Call])
+        converted = msgspec.convert(list(calls), list[_Call])
     except msgspec.ValidationError as error:
         raise InputError("record_type", f"{where}, weight_versions", str(error)) from None
-    spans = [span for call in found for span in call.spans]
+    spans = [span for call in converted for span in call.spans]
     return _spread(spans, start, num_tokens, where, has_gaps=True)
 
 
@@ -102,5 +102,5 @@ def _spread(
 def oldest(versions: Sequence[str]) -> int | None:
     """Return the smallest version; None if there are none or if one of them is not a number."""
     is_known = versions and all(v.isdecimal() and len(v) <= _MOST_DIGITS for v in versions)
-    found = min(map(int, versions)) if is_known else None
-    return found if found is not None and found <= INT32_MAX else None
+    version = min(map(int, versions)) if is_known else None
+    return version if version is not None and version <= INT32_MAX else None

@@ -85,19 +85,19 @@ def words_of_calls(raw: msgspec.Raw, *, has_names: bool = True) -> list[str]:
 
 def _strings_in(arguments: str) -> list[str]:
     try:
-        left = [_ANY_DECODER.decode(arguments)]
+        waiting = [_ANY_DECODER.decode(arguments)]
     except (msgspec.MsgspecError, RecursionError):
         return [arguments]
-    found: list[str] = []
-    while left:
-        value = left.pop()
+    texts: list[str] = []
+    while waiting:
+        value = waiting.pop()
         if isinstance(value, str):
-            found.append(value)
+            texts.append(value)
         elif isinstance(value, dict):
-            left += [*value.keys(), *value.values()]
+            waiting += [*value.keys(), *value.values()]
         elif isinstance(value, list):
-            left += value
-    return found
+            waiting += value
+    return texts
 
 
 def missing_word(whole: str, words: Iterable[str]) -> str | None:
@@ -112,9 +112,9 @@ def missing_word(whole: str, words: Iterable[str]) -> str | None:
 def _plain_tokens(logprobs: Logprobs, where: str) -> Sequence[Any]:
     """Return the tokens of text completions."""
     values, others = logprobs.token_logprobs, (logprobs.tokens, logprobs.text_offset)
-    for found in others:
-        if found is not None and values is not None and len(found) != len(values):
-            got, expected = count(len(values), "logprob"), f"{len(found)}, one per token"
+    for listed in others:
+        if listed is not None and values is not None and len(listed) != len(values):
+            got, expected = count(len(values), "logprob"), f"{len(listed)}, one per token"
             raise InputError("logprob_tokens", where, got, expected, _HINT)
     return logprobs.tokens or ()
 
@@ -122,14 +122,14 @@ def _plain_tokens(logprobs: Logprobs, where: str) -> Sequence[Any]:
 def _check_names(names: Sequence[str], ids: Ids, where: str) -> None:
     """Compare `token_id:N` with the ids; invalid ids are reported when the table is built."""
     try:
-        found = parse_ids([ids])[0].tolist() if isinstance(ids, bytes) else ids.tolist()
+        parsed_ids = parse_ids([ids])[0].tolist() if isinstance(ids, bytes) else ids.tolist()
     except ValueError:
         return
-    expected = [f"{_NAMED}{i}" for i in found]
+    expected = [f"{_NAMED}{i}" for i in parsed_ids]
     if names == expected or len(names) != len(expected):
         return  # a different length: lengths_align reports it
     at = next(i for i, name in enumerate(names) if name != expected[i])
-    got = f"logprob {at} is for {names[at]!r}, but token_ids has id {found[at]} there"
+    got = f"logprob {at} is for {names[at]!r}, but token_ids has id {parsed_ids[at]} there"
     raise InputError("logprob_tokens", where, got, hint=_HINT)
 
 
@@ -156,7 +156,8 @@ def holds(whole: str, part: str) -> bool:
         return all(letter in letters for letter in part)
     return all(
         any(
-            found == letter or (found == _REPLACEMENT and not letter.isascii()) for found in letters
+            decoded == letter or (decoded == _REPLACEMENT and not letter.isascii())
+            for decoded in letters
         )
         for letter in part
     )
