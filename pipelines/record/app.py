@@ -138,12 +138,12 @@ class App:
         self._parser = None if exact is None else IdParser(upstreams, exact.eos)
         self._defaults = request_defaults(recorder.settings.sampling_defaults)
         self._slots = asyncio.Semaphore(recorder.settings.max_concurrency)
-        own, in_session = self._operations()
-        self._described = [*own, *in_session]
+        general, in_session = self._operations()
+        self._described = [*general, *in_session]
         self._in_session = Router([o.route for o in in_session], redirect_slashes=False)
         paths = [*(api.path for api in MODEL_APIS), MODELS, "/s/INSTANCE/REPETITION/v1/..."]
         self._app = application(
-            [o.route for o in own],
+            [o.route for o in general],
             self._refuse,
             default=self._with_session,
             available=paths,
@@ -156,7 +156,7 @@ class App:
         here, both, text = (OF_SESSION,), ("", OF_SESSION), ("text/plain",)
         calls = partial(post, media=(JSON, "text/event-stream"), prefixes=both)
         version = PolicyVersion
-        own = [
+        general = [
             get("/health", self._health, "Tell whether calls are written.", statuses=(200, 507)),
             get("/metrics", self._metrics, "Get Prometheus metrics.", answer=str, media=text),
             get("/openapi.json", self._openapi, "Describe this API."),
@@ -173,7 +173,7 @@ class App:
             post("/end", self._end, "End a session.", Outcome, prefixes=here),
             get("/", self._state, "Get the state of a session.", prefixes=here),
         ]
-        return own, of_sessions
+        return general, of_sessions
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
@@ -216,15 +216,15 @@ class App:
         if spoken is not None and api.is_count:
             model = names[1] if names is not None and spoken.model == names[0] else None
             return await count_tokens(spoken, self.upstreams, headers, model)
-        own = session_in(headers, None if spoken is None else spoken.session)
-        name = target.session or own
+        named = session_in(headers, None if spoken is None else spoken.session)
+        name = target.session or named
         if name is None and settings.unassigned == "refuse":
             hint = f"use the base URL {self._root(request)}/s/INSTANCE/REPETITION/v1"
             raise InputError("no_session", path, "the request names no session", hint=hint)
         if spoken is not None:
             path, body = CHAT_PATH, msgspec.json.encode(spoken.chat)
             headers = engine_headers(headers)
-        asked = read_request(api.kind, body, names, self._defaults, settings.logprobs_mode)
+        to_engine = read_request(api.kind, body, names, self._defaults, settings.logprobs_mode)
 
         async def run(reply: Reply) -> None:
             session = self.recorder.session_for(name)
@@ -235,7 +235,7 @@ class App:
                 reply=reply,
                 headers=headers,
                 path=path,
-                asked=asked,
+                asked=to_engine,
                 body=body,
                 session=session,
                 agent=target.agent or agent_in(headers),
@@ -286,9 +286,9 @@ class App:
 
     async def _open(self, request: Request) -> Response:
         self._check_admin(request)
-        given = await _given(request, _NEW_SESSION, "POST /sessions")
-        split_session(f"{given.instance_id}/0", "POST /sessions")
-        session = self.recorder.open(given.instance_id, given.repetition_id)
+        wanted = await _given(request, _NEW_SESSION, "POST /sessions")
+        split_session(f"{wanted.instance_id}/0", "POST /sessions")
+        session = self.recorder.open(wanted.instance_id, wanted.repetition_id)
         admin = self.recorder.settings.admin_key
         key = None if admin is None else key_of(admin, session.name)
         url = self._root(request) + path_of(session.name, key)
@@ -296,12 +296,12 @@ class App:
 
     async def _end(self, request: Request) -> Response:
         name, where = _session_of(request), "POST /end"
-        given = await _given(request, _OUTCOME, where)
-        said = {**given.metrics, "reward": given.reward, "error": given.error}
-        clash = sorted({"session", "reward", "error"} & given.metrics.keys())
+        outcome = await _given(request, _OUTCOME, where)
+        fields = {**outcome.metrics, "reward": outcome.reward, "error": outcome.error}
+        clash = sorted({"session", "reward", "error"} & outcome.metrics.keys())
         if clash:
             raise InputError("reward_line", where, f"a metric must not be named {clash[0]!r}")
-        return json_response((await self.recorder.end(name, said)).state())
+        return json_response((await self.recorder.end(name, fields)).state())
 
     async def _state(self, request: Request) -> Response:
         name = _session_of(request)
@@ -315,9 +315,9 @@ class App:
 
     async def _version(self, request: Request) -> Response:
         self._check_admin(request)
-        given = await _given(request, _VERSION, "POST /policy_version")
-        await self.recorder.set_version(given.policy_version)
-        return json_response(given)
+        body = await _given(request, _VERSION, "POST /policy_version")
+        await self.recorder.set_version(body.policy_version)
+        return json_response(body)
 
     async def _health(self, _: Request) -> Response:
         with suppress(RolloutError):  # the state below reports the problem
@@ -373,5 +373,5 @@ def _check_key(admin_key: str, target: Target, path: str) -> None:
         raise InputError("session_key", session or path, got, hint=hint)
 
 
-def _is_same(given: str, expected: str) -> bool:
-    return hmac.compare_digest(given.encode(), expected.encode())
+def _is_same(key: str, expected: str) -> bool:
+    return hmac.compare_digest(key.encode(), expected.encode())

@@ -161,11 +161,11 @@ def _items(content: bytes) -> list[bytes] | None:
     if content[:1] != b"[":
         return []
     try:
-        found = _ITEMS.decode(content)
+        items = _ITEMS.decode(content)
     except msgspec.ValidationError:
         return None
-    return [item for raw in msgspec.structs.astuple(found) if (item := bytes(raw))]
+    return [item for raw in msgspec.structs.astuple(items) if (item := bytes(raw))]
 
 
-def _num_other(content: bytes, known: Any) -> int:
-    return len(content) - sum(memoryview(raw).nbytes for raw in msgspec.structs.astuple(known))
+def _num_other(content: bytes, counted: Any) -> int:
+    return len(content) - sum(memoryview(raw).nbytes for raw in msgspec.structs.astuple(counted))

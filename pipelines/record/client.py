@@ -108,13 +108,13 @@ class RecorderClient:
                 ) as client,
                 client.post(url, data=content, allow_redirects=False) as answer,
             ):
-                found: dict[str, Any] = json.loads(await answer.read())
+                decoded: dict[str, Any] = json.loads(await answer.read())
         except (aiohttp.ClientError, TimeoutError, ConnectionError, ValueError) as error:
             reason = f"{type(error).__name__} {error}".strip()
             got, hint = f"no response ({reason})", "check that `rollouts record` is running"
             raise InputError("recorder", self._url, got, hint=hint) from None
         if not 200 <= answer.status < 300:
-            problem = found.get("error", found)
+            problem = decoded.get("error", decoded)
             text = problem.get("message", problem) if isinstance(problem, dict) else problem
             raise InputError("recorder", self._url, f"status {answer.status}: {text}")
-        return found
+        return decoded

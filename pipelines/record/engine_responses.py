@@ -59,21 +59,21 @@ class Answer:
         except (KeyError, msgspec.MsgspecError, RecursionError):
             raise Unread from None
 
-    def shown(self, asked: Asked) -> bytes | None:
+    def shown(self, request: Asked) -> bytes | None:
         """Return the response to send to the client; None for a chunk that carries only tokens.
 
         Fields that the client did not request are null, as in the engine's own responses.
         """
-        if asked.model is None and not asked.hidden:
+        if request.model is None and not request.hidden:
             return self.content
-        if asked.is_text and self.choices and all(map(_is_for_tokens, self.choices)):
+        if request.is_text and self.choices and all(map(_is_for_tokens, self.choices)):
             return None
         changed: dict[str, object] = {
-            "choices": [_hide(choice, asked.hidden) for choice in self.choices]
+            "choices": [_hide(choice, request.hidden) for choice in self.choices]
         }
-        if asked.model is not None and "model" in self.fields:
-            changed["model"] = asked.model
-        return _ENCODER.encode(_hide(self.fields, asked.hidden) | changed)
+        if request.model is not None and "model" in self.fields:
+            changed["model"] = request.model
+        return _ENCODER.encode(_hide(self.fields, request.hidden) | changed)
 
     def indices(self) -> list[int]:
         """Return the indices of the choices."""
@@ -147,8 +147,8 @@ class Events:
     def _complete(self) -> list[bytes]:
         """Remove the complete events from the buffer and return them."""
         events, begin, look = list[bytes](), 0, max(self._num_seen - _END_BYTES, 0)
-        while (found := _END.search(self._buffer, look)) is not None:
-            look = found.end()
+        while (end := _END.search(self._buffer, look)) is not None:
+            look = end.end()
             events.append(bytes(self._buffer[begin:look]))
             begin = look
         del self._buffer[:begin]
@@ -171,8 +171,8 @@ class StreamedCall:
         num_prompt: Length of the prompt; 0 while it is unknown.
     """
 
-    def __init__(self, asked: Asked, show: Callable[[Answer], bytes | None]) -> None:
-        self._asked, self._show = asked, show
+    def __init__(self, request: Asked, show: Callable[[Answer], bytes | None]) -> None:
+        self._asked, self._show = request, show
         self._content = bytearray()
         self._ends = array("q")
         self._num_events = 0

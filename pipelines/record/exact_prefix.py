@@ -114,7 +114,7 @@ class ExactPrefix:
         self,
         session: Session,
         agent: str | None,
-        asked: Asked,
+        request: Asked,
         room: int | None,
         *,
         parses: bool,
@@ -124,35 +124,35 @@ class ExactPrefix:
         Args:
             session: Session of the call.
             agent: Agent within the session.
-            asked: A chat request.
+            request: A chat request.
             room: Context length of the engines, in tokens; None if unknown.
             parses: True if the engines' parsers read ids.
 
         Returns:
             The request; or `Unsure` if the call has to be sent unchanged.
         """
-        known = self._known.get(session.name, {}).get(agent, [])
-        if not known:
+        conversations = self._known.get(session.name, {}).get(agent, [])
+        if not conversations:
             return Unsure(FIRST)
-        if (field := _chat_only(asked.fields, parses=parses)) is not None:
+        if (field := _chat_only(request.fields, parses=parses)) is not None:
             return Unsure(f"field {field}")
         try:
-            messages = _plain(value_of(asked.fields, "messages"))
-            found = _longest(known, _alike(messages))
-            if found is None:
+            messages = _plain(value_of(request.fields, "messages"))
+            longest = _longest(conversations, _alike(messages))
+            if longest is None:
                 return Unsure("another history")
-            is_parsed = not found.is_plain or needs_parser(asked)
-            if is_parsed and (not parses or not _is_absent(asked.fields, "stop")):
+            is_parsed = not longest.is_plain or needs_parser(request)
+            if is_parsed and (not parses or not _is_absent(request.fields, "stop")):
                 return Unsure("field stop" if parses else "reasoning")
-            ids = self._continued(found, messages[len(found.messages) :])
+            ids = self._continued(longest, messages[len(longest.messages) :])
         except RolloutError as error:
             return Unsure(error.rule)
-        most = _limit(asked.fields, None if room is None else room - len(ids))
+        most = _limit(request.fields, None if room is None else room - len(ids))
         if most is None:
             return Unsure("no room")
-        carried = {k: v for k, v in asked.sent.items() if k in _CARRIED}
+        carried = {k: v for k, v in request.sent.items() if k in _CARRIED}
         exact = {"prompt": ids, "max_tokens": most, "return_token_ids": True}
-        exact["logprobs"] = value_of(asked.sent, "top_logprobs") or 0  # ours: see `_chat_only`
+        exact["logprobs"] = value_of(request.sent, "top_logprobs") or 0  # ours: see `_chat_only`
         if is_parsed:
             carried = {k: v for k, v in carried.items() if k not in {"stream", "stream_options"}}
         return Continued(msgspec.json.encode(carried | exact), is_parsed)
@@ -163,35 +163,35 @@ class ExactPrefix:
         response = so_far.ids[len(so_far.ids) - so_far.num_sampled :]
         return so_far.ids + observation_ids(response, new, self._tokenizer)
 
-    def remember(self, session: Session, agent: str | None, asked: Asked, seen: Seen) -> None:
+    def remember(self, session: Session, agent: str | None, request: Asked, seen: Seen) -> None:
         """Store the conversation of a completed call if it can be continued."""
-        said = _answer_of(seen)
-        if asked.kind != "chat" or said is None or session.outcome is not None:
+        answer = _answer_of(seen)
+        if request.kind != "chat" or answer is None or session.outcome is not None:
             return
         try:
-            messages = _plain(value_of(asked.fields, "messages"))
+            messages = _plain(value_of(request.fields, "messages"))
             alike = _alike(messages)
-            known = self._known.setdefault(session.name, {}).setdefault(agent, [])
-            so_far = _longest(known, alike)
-            if so_far is None and not self._renders(messages, asked, seen):
+            conversations = self._known.setdefault(session.name, {}).setdefault(agent, [])
+            so_far = _longest(conversations, alike)
+            if so_far is None and not self._renders(messages, request, seen):
                 return
-            ended = [*alike, *_alike(_plain([said]))]
+            ended = [*alike, *_alike(_plain([answer]))]
         except RolloutError:
             return
         ids = [*seen.prompt.tolist(), *seen.responses[0].tolist()]
         if so_far is not None:
-            known.remove(so_far)
-        is_plain = said.keys() == {"role", "content"}
-        known.append(Conversation(ended, ids, len(seen.responses[0]), is_plain))
-        del known[:-MOST_CONVERSATIONS]
+            conversations.remove(so_far)
+        is_plain = answer.keys() == {"role", "content"}
+        conversations.append(Conversation(ended, ids, len(seen.responses[0]), is_plain))
+        del conversations[:-MOST_CONVERSATIONS]
 
-    def _renders(self, messages: Sequence[dict[str, Any]], asked: Asked, seen: Seen) -> bool:
+    def _renders(self, messages: Sequence[dict[str, Any]], request: Asked, seen: Seen) -> bool:
         """True if this tokenizer renders the messages to the prompt that the engine reported.
 
         Engines write definitions of tools in their own way: then only the end of the prompt is
         compared, which is the last message and the head of the response.
         """
-        tools = value_of(asked.fields, "tools")
+        tools = value_of(request.fields, "tools")
         text = self._tokenizer.render(messages, tools, generation_prompt=True)
         prompt = seen.prompt.tolist()
         if self._tokenizer.encode([text], ["chat"])[0] == prompt:
@@ -214,15 +214,15 @@ class ChatShown:
         asked: The chat request.
     """
 
-    def __init__(self, asked: Asked) -> None:
-        self._model, self._has_begun = asked.model, False
+    def __init__(self, request: Asked) -> None:
+        self._model, self._has_begun = request.model, False
 
     def whole(self, answer: Answer) -> bytes:
         """Convert a complete response."""
         (choice,) = answer.choices
         message = {"role": "assistant", "content": choice["text"], **_MESSAGE}
-        made = {"message": message, **_without(choice, "text")}
-        top = {"object": "chat.completion", "choices": [made], "prompt_token_ids": None}
+        chat_choice = {"message": message, **_without(choice, "text")}
+        top = {"object": "chat.completion", "choices": [chat_choice], "prompt_token_ids": None}
         return msgspec.json.encode(self._named(answer.fields) | top)
 
     def chunk(self, answer: Answer) -> bytes:
@@ -249,13 +249,13 @@ class ChatShown:
 
 def _without(choice: Fields, name: str) -> dict[str, Any]:
     gone = {name, "prompt_token_ids", "prompt_logprobs"}
-    kept = {k: v for k, v in choice.items() if k not in gone}
-    return kept | {"logprobs": NULL, "token_ids": NULL}
+    others = {k: v for k, v in choice.items() if k not in gone}
+    return others | {"logprobs": NULL, "token_ids": NULL}
 
 
-def needs_parser(asked: Asked) -> bool:
+def needs_parser(request: Asked) -> bool:
     """True if the response may hold more than text."""
-    return not _is_absent(asked.fields, "tools")
+    return not _is_absent(request.fields, "tools")
 
 
 def _chat_only(fields: Fields, *, parses: bool) -> str | None:
@@ -301,9 +301,11 @@ def _is_empty(value: object) -> bool:
     return value in _EMPTY or (isinstance(value, dict) and all(map(_is_empty, value.values())))
 
 
-def _longest(known: Sequence[Conversation], messages: list[dict[str, Any]]) -> Conversation | None:
+def _longest(
+    conversations: Sequence[Conversation], messages: list[dict[str, Any]]
+) -> Conversation | None:
     """Find the longest conversation that the messages start with."""
-    fits = [c for c in known if messages[: len(c.messages)] == c.messages]
+    fits = [c for c in conversations if messages[: len(c.messages)] == c.messages]
     return max(fits, key=lambda c: len(c.messages), default=None)
 
 
@@ -330,7 +332,7 @@ def _answer_of(seen: Seen) -> dict[str, Any] | None:
     if message is None:
         text = choices[0].text
         return None if text is None else {"role": "assistant", "content": text}
-    made = {"role": "assistant", "content": message.content or ""}
+    answer = {"role": "assistant", "content": message.content or ""}
     calls = msgspec.json.decode(message.tool_calls) or []
     thought = message.reasoning or message.reasoning_content
-    return made | known({"tool_calls": calls or None, "reasoning_content": thought or None})
+    return answer | known({"tool_calls": calls or None, "reasoning_content": thought or None})

@@ -95,7 +95,7 @@ class Journal:
 
         An incomplete last line is removed; its write was never confirmed to a client.
         """
-        found: dict[str, Recovered] = {}
+        sessions: dict[str, Recovered] = {}
         self._refuse_links()
         for gone in self._root.glob("*.done"):
             if _NUMBER.fullmatch(gone.stem):
@@ -105,9 +105,9 @@ class Journal:
                 self._sizes[path] = _cut_to_lines(path)
             self.last_time_s = max(self.last_time_s, _last_time(self._path(number, "calls")))
             written = {n for r in self._records(number, "written") for n in r["sessions"]}
-            found |= {n: s for n, s in self._sessions(number) if n not in written}
+            sessions |= {n: s for n, s in self._sessions(number) if n not in written}
             self.folder = number + 1
-        return found
+        return sessions
 
     def _refuse_links(self) -> None:
         """Check that the logs are no links: lines are cut off and appended here."""
@@ -120,21 +120,21 @@ class Journal:
         sessions: dict[str, Recovered] = {}
         path = self._path(number, "calls")
         inputs = [Input(str(path), path)] if path.exists() else []
-        for found in find_sessions(inputs, lambda _: None):
-            if isinstance(found, Rejected):
-                raise found.error
-            if isinstance(found, Run):
-                name = f"{found.instance_id}/{found.repetition_id}"
+        for item in find_sessions(inputs, lambda _: None):
+            if isinstance(item, Rejected):
+                raise item.error
+            if isinstance(item, Run):
+                name = f"{item.instance_id}/{item.repetition_id}"
                 # Named as by `_write_all`: a repeated rejection must be the same line.
-                places = [replace(p, where=f"{path.name}@{p.offset}") for p in found.places]
+                places = [replace(p, where=f"{path.name}@{p.offset}") for p in item.places]
                 sessions[name] = Recovered(folder=number, places=places)
         for record in self._records(number, "rewards"):
             (instance, repetition), outcome = parse_outcome(record, str(path))
             name = f"{instance}/{repetition}"
             sessions.setdefault(name, Recovered(folder=number)).outcome = outcome
         for record in self._records(number, "lost"):
-            left = sessions.setdefault(record["session"], Recovered(folder=number))
-            left.num_unrecorded, left.num_lost = record["unrecorded"], record["lost"]
+            recovered = sessions.setdefault(record["session"], Recovered(folder=number))
+            recovered.num_unrecorded, recovered.num_lost = record["unrecorded"], record["lost"]
         yield from sessions.items()
 
     def _records(self, number: int, name: File) -> Iterator[dict[str, Any]]:
@@ -275,9 +275,9 @@ def _last_end(file: Any, size: int) -> int:
     while end > 0:
         start = max(end - (1 << 20), 0)
         file.seek(start)
-        found = file.read(end - start).rfind(b"\n")
-        if found >= 0:
-            return int(start + found + 1)
+        at = file.read(end - start).rfind(b"\n")
+        if at >= 0:
+            return int(start + at + 1)
         end = start
     return 0
 
@@ -286,7 +286,7 @@ def _last_time(path: Path) -> float:
     times: Iterable[bytes] = ()
     if path.exists():
         with path.open("rb") as file:
-            times = [found[1] for line in file if (found := _TIME.search(line[:4096]))]
+            times = [match[1] for line in file if (match := _TIME.search(line[:4096]))]
     return max(map(float, times), default=0.0)
 
 

@@ -113,7 +113,7 @@ class Call:
                 else:
                     await self._recordable(response, self.asked)
 
-    async def _recordable(self, response: Answered, asked: Asked) -> None:
+    async def _recordable(self, response: Answered, request: Asked) -> None:
         """Handle a body by its content: some engines and gateways send a wrong content type."""
         parts = self.upstreams.parts(response)
         head = b""
@@ -127,9 +127,9 @@ class Call:
         text = head.lstrip()
         is_stream = response.headers.get("content-type", "").startswith(_SSE)
         if text.startswith((b"{", b"[")) or not (is_stream or text.startswith(_EVENT_FIELDS)):
-            await self._answer(response, asked, _again(head, parts))
+            await self._answer(response, request, _again(head, parts))
         else:
-            await self._stream(response, asked, _again(head, parts))
+            await self._stream(response, request, _again(head, parts))
 
     async def _choose(self) -> None:
         """Choose the body: token ids if the conversation can be continued, else the client's."""
@@ -144,19 +144,21 @@ class Call:
             and self.exact.knows(self.session, self.agent)
             and await self.parser.works(self.asked, self.headers)
         )
-        made = self.exact.body(self.session, self.agent, self.asked, room, parses=parses)
-        if isinstance(made, Unsure):
-            self.session.num_fallbacks += made.reason != FIRST
+        continued = self.exact.body(self.session, self.agent, self.asked, room, parses=parses)
+        if isinstance(continued, Unsure):
+            self.session.num_fallbacks += continued.reason != FIRST
         else:
-            self.path, self.body, self.is_parsed = PATH, made.body, made.is_parsed
-            self.as_chat = None if made.is_parsed else ChatShown(self.asked)
-        sent = made.reason if isinstance(made, Unsure) else "tokens"
+            self.path, self.body, self.is_parsed = PATH, continued.body, continued.is_parsed
+            self.as_chat = None if continued.is_parsed else ChatShown(self.asked)
+        sent = continued.reason if isinstance(continued, Unsure) else "tokens"
         self.about["sent"] = sent
         kind = "field" if sent.startswith("field ") else sent  # bounds the number of label values
         self.recorder.metrics.exact_prefix.labels(sent=kind).inc()
 
-    async def _stream(self, response: Answered, asked: Asked, parts: AsyncIterator[bytes]) -> None:
-        stream = StreamedCall(asked, self._shown if self.as_chat is None else self.as_chat.chunk)
+    async def _stream(
+        self, response: Answered, request: Asked, parts: AsyncIterator[bytes]
+    ) -> None:
+        stream = StreamedCall(request, self._shown if self.as_chat is None else self.as_chat.chunk)
         spoken = None if self.dialect is None else SpokenStream(self.dialect)
         await self.reply.begin(200, self._head(response, is_stream=True))
         try:
@@ -175,7 +177,7 @@ class Call:
         recorded = stream.recorded(BROKEN_OFF)
         if recorded is None:
             self._unrecorded("streams without tokens", self.path)
-        await self._record(asked, recorded)
+        await self._record(request, recorded)
         seen = await self._read(recorded)
         await self.reply.finish(bytes(held))
         self._count(seen)
@@ -218,7 +220,9 @@ class Call:
             self.is_recorded = recorded is not None
             self._count(await self._read(recorded))
 
-    async def _answer(self, response: Answered, asked: Asked, parts: AsyncIterator[bytes]) -> None:
+    async def _answer(
+        self, response: Answered, request: Asked, parts: AsyncIterator[bytes]
+    ) -> None:
         try:
             content = b"".join([part async for part in parts])
         except BROKEN as error:
@@ -234,10 +238,10 @@ class Call:
             await self.reply.answer(200, content, headers)
             return
         if self.is_parsed and self.parser is not None:
-            await self._parsed(response, asked, answer)
+            await self._parsed(response, request, answer)
             return
         recorded = msgspec.Raw(content)
-        await self._record(asked, recorded)
+        await self._record(request, recorded)
         seen = await self._read(recorded)
         shown = self._shown(answer) if self.as_chat is None else self.as_chat.whole(answer)
         content = shown or content
@@ -246,21 +250,21 @@ class Call:
         await self.reply.answer(200, content, headers)
         self._count(seen)
 
-    async def _parsed(self, response: Answered, asked: Asked, answer: Answer) -> None:
+    async def _parsed(self, response: Answered, request: Asked, answer: Answer) -> None:
         """Record a text completion with the message that its ids are; the client gets it whole."""
         assert self.parser is not None
         try:
-            content = await self.parser.merged(answer, asked, self.headers)
+            content = await self.parser.merged(answer, request, self.headers)
         except RolloutError as error:
             self._unrecorded("answers whose ids the engine did not parse", str(error))
             raise
         recorded = msgspec.Raw(content)
-        await self._record(asked, recorded)
+        await self._record(request, recorded)
         seen = await self._read(recorded)
-        chat = shown_chat(content, asked.model)
-        is_stream = value_of(asked.fields, "stream") is True
+        chat = shown_chat(content, request.model)
+        is_stream = value_of(request.fields, "stream") is True
         if is_stream:
-            options = value_of(asked.fields, "stream_options") or {}
+            options = value_of(request.fields, "stream_options") or {}
             shown = chunks_of(chat, with_usage=bool(options.get("include_usage")))
             if self.dialect is not None:
                 spoken = SpokenStream(self.dialect)
@@ -282,8 +286,8 @@ class Call:
         if self.dialect is None:
             return headers
         kind = self.dialect.media_type if is_stream else JSON
-        kept = [(name, value) for name, value in headers if name != b"content-type"]
-        return [*kept, (b"content-type", kind.encode())]
+        others = [(name, value) for name, value in headers if name != b"content-type"]
+        return [*others, (b"content-type", kind.encode())]
 
     def _broken(self, error: Exception) -> EngineError:
         got = f"the connection broke before the response was complete ({type(error).__name__})"
@@ -303,8 +307,8 @@ class Call:
             except BROKEN as error:
                 raise self._broken(error) from None
             self._answered(response.status, content)
-            told = engine_error(self.dialect, response.status, content)
-            await self.reply.answer(response.status, told, self._head(response))
+            translated = engine_error(self.dialect, response.status, content)
+            await self.reply.answer(response.status, translated, self._head(response))
             return
         await self.reply.begin(response.status, passed_on(response))
         seen = b""
@@ -322,16 +326,16 @@ class Call:
         """Keep what the engine answered if that is an error."""
         if status != 200:
             # Cut only once it is without secrets.
-            told = cleaned(content[:_REFUSAL_BYTES].decode(errors="replace")).encode()
-            text = engine_message(status, told)[:_REFUSAL_CHARS]
+            clean = cleaned(content[:_REFUSAL_BYTES].decode(errors="replace")).encode()
+            text = engine_message(status, clean)[:_REFUSAL_CHARS]
             self.session.refusal = f"status {status}: {' '.join(text.split())}"
 
-    async def _record(self, asked: Asked, response: msgspec.Raw | None) -> None:
+    async def _record(self, request: Asked, response: msgspec.Raw | None) -> None:
         """Record the call; if that fails, raise or report it, depending on `on_full`."""
         if response is None:
             return
         try:
-            await self.recorder.record(self.session, asked.recorded(), response, **self.about)
+            await self.recorder.record(self.session, request.recorded(), response, **self.about)
         except RolloutError as error:
             if self.recorder.settings.on_full == "refuse":
                 self.recorder.warn("calls are refused", str(error))

@@ -79,14 +79,14 @@ def description(title: str, operations: Iterable[Operation]) -> dict[str, Any]:
             "content": content(operation.answer, operation.media),
         }
         responses = {str(status): answer for status in operation.statuses}
-        made: dict[str, Any] = {
+        described: dict[str, Any] = {
             "summary": operation.summary,
             "responses": responses | {"default": _REFUSAL},
         }
         if operation.body is not None:
-            made["requestBody"] = {"required": True, "content": content(operation.body)}
+            described["requestBody"] = {"required": True, "content": content(operation.body)}
         if named := _NAMED.findall(path_of(operation, prefix)):
-            made["parameters"] = [
+            described["parameters"] = [
                 {
                     "name": name,
                     "in": "path",
@@ -95,7 +95,7 @@ def description(title: str, operations: Iterable[Operation]) -> dict[str, Any]:
                 }
                 for name in named
             ]
-        return made
+        return described
 
     def path_of(operation: Operation, prefix: str) -> str:
         path = operation.shown or operation.path

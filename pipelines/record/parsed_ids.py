@@ -49,37 +49,40 @@ class IdParser:
         self._upstreams, self._eos = upstreams, eos
         self._works: bool | None = None
 
-    async def works(self, asked: Asked, headers: Mapping[str, str]) -> bool:
+    async def works(self, request: Asked, headers: Mapping[str, str]) -> bool:
         """Return true if the engines parse ids; they are asked once, with a request of ours."""
         if self._works is None:
-            sent = {"model": asked.sent.get("model", NULL), "messages": _PROBE}
+            sent = {"model": request.sent.get("model", NULL), "messages": _PROBE}
             try:
                 self._works = await self._choice(sent, [0], [0], "length", headers) is not None
             except EngineError:
                 return False
         return self._works
 
-    async def merged(self, answer: Answer, asked: Asked, headers: Mapping[str, str]) -> bytes:
+    async def merged(self, answer: Answer, request: Asked, headers: Mapping[str, str]) -> bytes:
         """Return a text completion as JSON, with the message that its ids are.
 
         Raises:
             EngineError: `engine_answer`: the engine does not parse the ids.
         """
-        (own,) = answer.choices
-        ids: list[int] = value_of(own, "token_ids") or []
-        prompt: list[int] = value_of(own, "prompt_token_ids") or []
-        reason = value_of(own, "finish_reason")
+        (sampled,) = answer.choices
+        ids: list[int] = value_of(sampled, "token_ids") or []
+        prompt: list[int] = value_of(sampled, "prompt_token_ids") or []
+        reason = value_of(sampled, "finish_reason")
         shown = ids[:-1] if ids[-1:] == [self._eos] else ids
-        choice = await self._choice(asked.sent, prompt[-_TAIL:], shown, reason, headers)
+        choice = await self._choice(request.sent, prompt[-_TAIL:], shown, reason, headers)
         if choice is None:
             raise EngineError("engine_answer", PATH, "the engine did not parse the sampled ids")
         message: Fields = msgspec.json.decode(choice["message"], type=Fields)
         has_calls = bytes(message.get("tool_calls", NULL)) not in (b"null", b"[]")
         finish = "tool_calls" if has_calls and reason == "stop" else reason
-        made = {k: v for k, v in own.items() if k != "text"}
-        made |= {"message": choice["message"], "finish_reason": msgspec.json.encode(finish)}
-        made["finish_reason"] = msgspec.Raw(made["finish_reason"])
-        return msgspec.json.encode(answer.fields | {"choices": [made]})
+        merged_choice = {k: v for k, v in sampled.items() if k != "text"}
+        merged_choice |= {
+            "message": choice["message"],
+            "finish_reason": msgspec.json.encode(finish),
+        }
+        merged_choice["finish_reason"] = msgspec.Raw(merged_choice["finish_reason"])
+        return msgspec.json.encode(answer.fields | {"choices": [merged_choice]})
 
     async def _choice(
         self,
@@ -100,8 +103,8 @@ class IdParser:
             "prompt_token_ids": prompt,
             "chat_request": request,
         }
-        own = {**headers, "content-type": JSON}
-        opened = self._upstreams.answer("POST", PATH, msgspec.json.encode(body), own, None)
+        sent_headers = {**headers, "content-type": JSON}
+        opened = self._upstreams.answer("POST", PATH, msgspec.json.encode(body), sent_headers, None)
         async with opened as response:
             try:
                 content = await self._upstreams.whole(response)

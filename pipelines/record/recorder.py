@@ -117,8 +117,8 @@ class Recorder:
         """Report a problem to the user, only once for each value of `what`."""
         if what not in self._said:
             self._said.add(what)
-            said = f"{what}: {text}"
-            self._tell(said if self._redaction is None else self._redaction.text(said))
+            line = f"{what}: {text}"
+            self._tell(line if self._redaction is None else self._redaction.text(line))
 
     def cleaning(self) -> AbstractContextManager[None]:
         """Replace secrets in the contents that errors quote in a block."""
@@ -134,18 +134,18 @@ class Recorder:
         await asyncio.to_thread(self._shards.refuse_foreign)
         if self._redaction is not None:  # calls that an earlier recorder did not redact
             await asyncio.to_thread(self._redaction.rewrite, self.journal.files())
-        found, written = await asyncio.to_thread(
+        recovered, written = await asyncio.to_thread(
             lambda: (self.journal.recover(), self._shards.trajectory_ids())
         )
         self.sessions = Sessions(written)
-        names = "\n".join(found)
+        names = "\n".join(recovered)
         clean = str if self._redaction is None else self._redaction.text
         if await asyncio.to_thread(clean, names) != names:
             self.warn("session_name", "some from before contain a secret: run `rollouts redact`")
         self._last_time_s = self.journal.last_time_s
-        for name, left in found.items():
+        for name, earlier in recovered.items():
             if not self.sessions.is_written(name):
-                self.sessions.add(_session_of(name, left))
+                self.sessions.add(_session_of(name, earlier))
         if self.policy_version is None:
             self.policy_version = _read_version(self._version_path)
         for session in list(self.sessions):
@@ -204,8 +204,8 @@ class Recorder:
         Raises:
             InputError: `journal`: the call could not be written.
         """
-        known = {name: value for name, value in about.items() if value is not None}
-        record = {"session": session.name, **known, "request": request, "response": response}
+        facts = {name: value for name, value in about.items() if value is not None}
+        record = {"session": session.name, **facts, "request": request, "response": response}
         writing = asyncio.create_task(self._append(session, record))
         session.writing.add(writing)
         writing.add_done_callback(session.writing.discard)
@@ -241,12 +241,12 @@ class Recorder:
         if session.count(agent, seen):
             self.metrics.drifts.inc()
 
-    async def end(self, name: str, said: Mapping[str, Any]) -> Session:
+    async def end(self, name: str, fields: Mapping[str, Any]) -> Session:
         """End a session; repeating the same outcome has no effect, even once it is in a shard.
 
         Args:
             name: Name of the session, which may be new if it ends with an error.
-            said: `reward` and `error`; metrics (numbers) and other values (strings) by name.
+            fields: `reward` and `error`; metrics (numbers) and other values (strings) by name.
 
         Raises:
             InputError: `unknown_session`: the session has no calls and no error; `session_ended`:
@@ -254,23 +254,23 @@ class Recorder:
                 the outcome could not be written.
         """
         session = self.sessions.find(name)
-        if session is None and not said.get("error") and not self.sessions.is_written(name):
+        if session is None and not fields.get("error") and not self.sessions.is_written(name):
             hint = "send calls before the session ends; to end a session without calls, pass an `error`"
             raise InputError("unknown_session", name, "the session has no calls", hint=hint)
         if session is None:
             self._check_name(name)
-        record = {"session": name, "reward": None, **self._clean(said)}
+        record = {"session": name, "reward": None, **self._clean(fields)}
         outcome = parse_outcome(record, f"session {name}")[1]
         if session is None and self.sessions.is_written(name):
-            kept = await asyncio.to_thread(self._shards.outcome_of, name)
-            _check_same(name, outcome, kept)
-            return Session(name=name, folder=self.journal.folder, outcome=kept)
+            stored = await asyncio.to_thread(self._shards.outcome_of, name)
+            _check_same(name, outcome, stored)
+            return Session(name=name, folder=self.journal.folder, outcome=stored)
         if session is not None and session.outcome is not None:
             _check_same(name, outcome, session.outcome)
             if session.ending is not None:
                 await asyncio.shield(session.ending)
             return session
-        record |= self._clean(losses_of(session, said))
+        record |= self._clean(losses_of(session, fields))
         session = session or self.sessions.open(name, self.journal.next_folder())
         session.outcome = parse_outcome(record, f"session {name}")[1]
         with session.calling():  # keep it out of shards until the outcome is durable
@@ -285,8 +285,8 @@ class Recorder:
         self.ended(session)
         return session
 
-    def _clean(self, said: Mapping[str, Any]) -> Mapping[str, Any]:
-        return said if self._redaction is None else self._redaction.value(said)
+    def _clean(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        return fields if self._redaction is None else self._redaction.value(fields)
 
     async def end_unassigned(self, session: Session) -> None:
         """End a session that was opened for one call; drop it if the call was not recorded."""
@@ -373,23 +373,23 @@ class Recorder:
         await asyncio.to_thread(replace_text, self._version_path, json.dumps(version))
 
 
-def _check_same(name: str, said: Outcome, kept: Outcome | None) -> None:
+def _check_same(name: str, reported: Outcome, stored: Outcome | None) -> None:
     """Check that an ended session ended with the outcome that a client now reports."""
-    if kept is None or not _is_same(said, kept):
-        error = kept.error if kept else None
+    if stored is None or not _is_same(reported, stored):
+        error = stored.error if stored else None
         got = "the session has already ended with a different outcome"
         got += f": error {error!r}" if error else ""
         raise InputError("session_ended", name, got, hint="use a new repetition for the next run")
 
 
-def _is_same(said: Outcome, kept: Outcome) -> bool:
+def _is_same(reported: Outcome, stored: Outcome) -> bool:
     """True if what a client said gave an outcome, to which the recorder may have added losses."""
-    metrics = {k: v for k, v in kept.metrics.items() if k in said.metrics or k not in _LOSSES}
-    is_ours = said.error is None and (kept.error or "").startswith((_LOST, NO_CALLS))
-    error = None if is_ours else kept.error
-    if kept.user_values not in ({}, said.user_values):
+    metrics = {k: v for k, v in stored.metrics.items() if k in reported.metrics or k not in _LOSSES}
+    is_ours = reported.error is None and (stored.error or "").startswith((_LOST, NO_CALLS))
+    error = None if is_ours else stored.error
+    if stored.user_values not in ({}, reported.user_values):
         return False
-    return (said.reward, said.error, said.metrics) == (kept.reward, error, metrics)
+    return (reported.reward, reported.error, reported.metrics) == (stored.reward, error, metrics)
 
 
 def text_of(error: Exception) -> str:
@@ -399,20 +399,20 @@ def text_of(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}."
 
 
-def losses_of(session: Session | None, said: Mapping[str, Any]) -> dict[str, Any]:
+def losses_of(session: Session | None, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the outcome fields that report a session's missing calls."""
-    found: dict[str, Any] = {}
+    losses: dict[str, Any] = {}
     if session is not None and session.num_unrecorded:
-        found["unrecorded_calls"] = session.num_unrecorded
+        losses["unrecorded_calls"] = session.num_unrecorded
     if session is not None and session.num_fallbacks:
-        found["exact_prefix_fallbacks"] = session.num_fallbacks
+        losses["exact_prefix_fallbacks"] = session.num_fallbacks
     if session is not None and session.num_hidden_thoughts:
-        found["encrypted_thoughts"] = session.num_hidden_thoughts
-    if session is not None and session.num_lost and not said.get("error"):
-        found["error"] = f"{_LOST} {count(session.num_lost, 'call')} could not be written"
-    if session is not None and not session.places and session.refusal and not said.get("error"):
-        found["error"] = f"{NO_CALLS}; the last answer was an error: {session.refusal}"
-    return found
+        losses["encrypted_thoughts"] = session.num_hidden_thoughts
+    if session is not None and session.num_lost and not fields.get("error"):
+        losses["error"] = f"{_LOST} {count(session.num_lost, 'call')} could not be written"
+    if session is not None and not session.places and session.refusal and not fields.get("error"):
+        losses["error"] = f"{NO_CALLS}; the last answer was an error: {session.refusal}"
+    return losses
 
 
 def _read(response: msgspec.Raw, where: str) -> Seen:
@@ -426,21 +426,21 @@ def _ids(ids: Any) -> Any:
     return strict_ids(ids, "call", "call") if isinstance(ids, bytes) else np.asarray(ids)
 
 
-def _session_of(name: str, left: Recovered) -> Session:
+def _session_of(name: str, recovered: Recovered) -> Session:
     return Session(
         name=name,
-        folder=left.folder,
-        places=left.places,
-        outcome=left.outcome,
-        num_unrecorded=left.num_unrecorded,
-        num_lost=left.num_lost,
-        losses_kept=(left.num_unrecorded, left.num_lost),
+        folder=recovered.folder,
+        places=recovered.places,
+        outcome=recovered.outcome,
+        num_unrecorded=recovered.num_unrecorded,
+        num_lost=recovered.num_lost,
+        losses_kept=(recovered.num_unrecorded, recovered.num_lost),
     )
 
 
 def _read_version(path: Path) -> int | None:
     try:
-        found = json.loads(path.read_text())
+        version = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, int) else None
+    return version if isinstance(version, int) else None

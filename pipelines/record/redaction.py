@@ -94,8 +94,8 @@ class Redaction:
         """
         if not settings.redact:
             if settings.patterns or settings.personal:
-                told = "--pattern and --personal need --redact"
-                raise ConfigError("config_value", "--redact", "not given", message=told)
+                message = "--pattern and --personal need --redact"
+                raise ConfigError("config_value", "--redact", "not given", message=message)
             return None
         directory = settings.tokenizer or settings.exact_prefix
         if directory is None:
@@ -168,7 +168,7 @@ class Redaction:
         # Token ids as text are searched only where nothing else is in the text.
         ids_asked = {n: bytes(fields.pop(n)) for n in ("prompt",) if _is_list(fields.get(n))}
         about = {n: v for n, v in record.items() if n not in {"session", "request", "response"}}
-        given = [msgspec.json.encode(each) for each in (fields, _said(answer), about, error)]
+        texts = [msgspec.json.encode(one) for one in (fields, _said(answer), about, error)]
         joined = [self._vocabulary.join(ids) for ids in whole]
         self._scan(joined)
         prompts = [
@@ -177,19 +177,21 @@ class Redaction:
         ]
         cuts = [[int(self._vocabulary.lengths(ids).sum())] for ids in prompts]
         self._findings.add_halves(joined, cuts)
-        request, said, rest, reason, *asked = self._clean([*given, *ids_asked.values()])
+        request, clean_answer, rest, reason, *asked_ids = self._clean([*texts, *ids_asked.values()])
         redactor = self.redactor
-        marks = [_marked(redactor, *each) for each in zip(steps, whole, strict=True)]
+        marks = [_marked(redactor, *one) for one in zip(steps, whole, strict=True)]
         _share([step.prompt_token_ids for step in steps], marks)
         response: dict[str, Any] = {"error": msgspec.Raw(reason)}
         if answer is not None:
-            rows = zip(_CHOICES.decode(said), steps, whole, marks, strict=True)
+            rows = zip(_CHOICES.decode(clean_answer), steps, whole, marks, strict=True)
             choices = [_choice(*row, redactor.fill) for row in rows]
-            response = {"choices": [{"index": i} | each for i, each in enumerate(choices)]}
+            response = {"choices": [{"index": i} | one for i, one in enumerate(choices)]}
             response |= {"usage": answer.usage} if answer.usage is not None else {}
-        made = _FIELDS.decode(request) | dict(zip(ids_asked, map(msgspec.Raw, asked), strict=True))
+        clean_request = _FIELDS.decode(request) | dict(
+            zip(ids_asked, map(msgspec.Raw, asked_ids), strict=True)
+        )
         head = {"session": record["session"], MARK: True, **_FIELDS.decode(rest)}
-        return {**head, "request": made, "response": response}
+        return {**head, "request": clean_request, "response": response}
 
     def rewrite(self, paths: Iterable[Path]) -> None:
         """Replace the secrets in files of lines: journals and rejected calls.
@@ -198,13 +200,13 @@ class Redaction:
         replaced as a whole.
         """
         for path in paths:
-            made = path.with_name(f".{path.name}.redacting")
-            with path.open("rb") as lines, made.open("wb") as out:
+            clean = path.with_name(f".{path.name}.redacting")
+            with path.open("rb") as lines, clean.open("wb") as out:
                 os.fchmod(out.fileno(), path.stat().st_mode)
                 out.writelines(map(self._line, lines))
                 out.flush()
                 os.fsync(out.fileno())
-            made.replace(path)
+            clean.replace(path)
             sync(path.parent)
 
     def _line(self, line: bytes) -> bytes:
@@ -234,15 +236,15 @@ class Redaction:
         """Scan texts and replace all known secrets; data of pictures and sounds is not read."""
         media = list[bytes]()
 
-        def parted(found: re.Match[bytes]) -> bytes:
-            media.append(found[0])
+        def parted(match: re.Match[bytes]) -> bytes:
+            media.append(match[0])
             return b"data:%b.%d;" % (self._nonce, len(media) - 1)
 
         plain = [_MEDIA.sub(parted, text) for text in texts]
         self._scan(plain)
-        made = self.redactor.replacer.texts(plain)
+        clean = self.redactor.replacer.texts(plain)
         place = re.compile(rb"data:%b\.(\d+);" % self._nonce)
-        return [place.sub(lambda found: media[int(found[1])], text) for text in made]
+        return [place.sub(lambda match: media[int(match[1])], text) for text in clean]
 
     def _scan(self, texts: Iterable[bytes]) -> None:
         for text in texts:
@@ -256,8 +258,8 @@ class Redaction:
         is_other = bool(len(ids)) and int(ids.max()) >= size
         if len(ids) and not is_other:
             decoded = self._vocabulary.text(np.asarray(step.response_ids))
-            told = step.texts if step.token_text is None else (step.token_text,)
-            is_other = not all(holds(decoded, text) for text in told)
+            texts = step.texts if step.token_text is None else (step.token_text,)
+            is_other = not all(holds(decoded, text) for text in texts)
         if is_other:
             got = f"the ids of a response are not of the tokenizer {self._vocabulary.name}"
             hint = "pass --tokenizer DIR with the engine's tokenizer"
@@ -296,7 +298,7 @@ def _is_list(value: msgspec.Raw | None) -> bool:
 
 def _share(prompts: Sequence[Any], marks: Sequence[BoolArray]) -> None:
     """Replace the same tokens in the prompt that the choices of a call share."""
-    if len(prompts) > 1 and all(np.array_equal(each, prompts[0]) for each in prompts):
+    if len(prompts) > 1 and all(np.array_equal(prompt, prompts[0]) for prompt in prompts):
         num = len(prompts[0])
         union = np.logical_or.reduce([mark[:num] for mark in marks])
         for mark in marks:
@@ -311,9 +313,9 @@ def _said(answer: Response | None) -> list[dict[str, Any]]:
 def _texts(choice: Choice) -> dict[str, Any]:
     if choice.message is None:
         return {"text": choice.text, "finish_reason": choice.finish_reason}
-    said = {name: getattr(choice.message, name) for name in _SAID}
-    told = {name: text for name, text in said.items() if text is not None}
-    return {"message": told, "finish_reason": choice.finish_reason}
+    fields = {name: getattr(choice.message, name) for name in _SAID}
+    texts = {name: text for name, text in fields.items() if text is not None}
+    return {"message": texts, "finish_reason": choice.finish_reason}
 
 
 def _marked(redactor: Redactor, step: Step, ids: np.ndarray) -> BoolArray:
@@ -327,40 +329,42 @@ def _marked(redactor: Redactor, step: Step, ids: np.ndarray) -> BoolArray:
 
 
 def _choice(
-    said: dict[str, msgspec.Raw], step: Step, ids: np.ndarray, marks: BoolArray, fill: int
+    texts: dict[str, msgspec.Raw], step: Step, ids: np.ndarray, marks: BoolArray, fill: int
 ) -> dict[str, Any]:
     """Return a choice for the journal, without what marked tokens say."""
     num = len(ids) - len(step.response_ids)
-    own = marks[num:]
+    secret = marks[num:]
     shown = np.where(marks, fill, ids).tolist()
-    edges = np.flatnonzero(np.diff(own, prepend=False, append=False)).reshape(-1, 2)
-    made: dict[str, Any] = {**said, MARK: edges.tolist()}
+    edges = np.flatnonzero(np.diff(secret, prepend=False, append=False)).reshape(-1, 2)
+    choice: dict[str, Any] = {**texts, MARK: edges.tolist()}
     if len(ids):  # without ids, the session fails when it is read
-        made |= {"prompt_token_ids": shown[:num], "token_ids": shown[num:]}
+        choice |= {"prompt_token_ids": shown[:num], "token_ids": shown[num:]}
     if step.rollout_logprobs is not None:
         values = np.array(step.rollout_logprobs, np.float32)
-        values[: len(own)][own[: len(values)]] = 0
+        values[: len(secret)][secret[: len(values)]] = 0
         entries = [{"logprob": value} for value in values.tolist()]
-        is_chat = "message" in said
-        made["logprobs"] = {"content": entries} if is_chat else {"token_logprobs": values.tolist()}
+        is_chat = "message" in texts
+        choice["logprobs"] = (
+            {"content": entries} if is_chat else {"token_logprobs": values.tolist()}
+        )
     if step.sampling_support is not None:
-        sets = zip(step.sampling_support, own, strict=False)
-        made["sampling_support"] = [[] if gone else kept for kept, gone in sets]
+        sets = zip(step.sampling_support, secret, strict=False)
+        choice["sampling_support"] = [[] if gone else ids_of_set for ids_of_set, gone in sets]
     if step.rollout_expert_indices is not None:
         routes = step.rollout_expert_indices.copy()
         routes[marks[: len(routes)]] = np.arange(routes.shape[2])
         file = io.BytesIO()
         np.save(file, routes)
-        made["routed_experts"] = base64.b64encode(file.getvalue()).decode()
+        choice["routed_experts"] = base64.b64encode(file.getvalue()).decode()
     if step.policy_versions is not None:
         versions = enumerate(step.policy_versions.tolist())
         spans = [{"version": version, "start": i, "end": i + 1} for i, version in versions]
-        made["meta_info"] = {"weight_versions": spans}
-    return made
+        choice["meta_info"] = {"weight_versions": spans}
+    return choice
 
 
 def without_known(
-    known: Redactor,
+    redactor: Redactor,
     tables: Sequence[pa.Table],
     metadata: DatasetMetadata,
     footer: Mapping[bytes, bytes],
@@ -369,41 +373,41 @@ def without_known(
     pairs = {}
     for key, value in footer.items():
         fields = _FIELDS.decode(value)
-        texts = known.replacer.texts([bytes(each) for each in fields.values()])
-        said = dict(zip(fields, map(msgspec.Raw, texts), strict=True))
-        pairs[key] = msgspec.json.encode(said)
-    made = [_with_names(known.table(table), table) for table in tables]
-    return made, known.replacer.metadata(metadata), pairs
+        texts = redactor.replacer.texts([bytes(raw) for raw in fields.values()])
+        texts_by_name = dict(zip(fields, map(msgspec.Raw, texts), strict=True))
+        pairs[key] = msgspec.json.encode(texts_by_name)
+    clean = [_with_names(redactor.table(table), table) for table in tables]
+    return clean, redactor.replacer.metadata(metadata), pairs
 
 
-def _with_names(made: pa.Table, given: pa.Table) -> pa.Table:
+def _with_names(clean: pa.Table, original: pa.Table) -> pa.Table:
     for name in ("instance_id", "trajectory_id"):
-        index = made.column_names.index(name)
-        made = made.set_column(index, made.schema.field(index), given.column(name))
-    return made
+        index = clean.column_names.index(name)
+        clean = clean.set_column(index, clean.schema.field(index), original.column(name))
+    return clean
 
 
-def rewrite_shard(known: Redactor, shard: Path, folder: Path) -> None:
+def rewrite_shard(redactor: Redactor, shard: Path, folder: Path) -> None:
     """Replace known secrets in a shard, if it has any; it is replaced as a whole.
 
     Args:
-        known: The secrets.
+        redactor: The secrets.
         shard: The shard.
         folder: Directory for the new shard, on the same file system; it is removed.
     """
     tables, metadata = list(iter_tables(shard)), read_metadata(shard)
     pairs = pq.read_metadata(shard).metadata or {}
     footer = {key: pairs[key] for key in (OUTCOMES,) if key in pairs}
-    made = without_known(known, tables, metadata, footer)
-    if made == (tables, metadata, footer):
+    clean = without_known(redactor, tables, metadata, footer)
+    if clean == (tables, metadata, footer):
         return
     shutil.rmtree(folder, ignore_errors=True)
     with RolloutWriter(
-        folder, metadata=made[1], append=True, checked=True, shard_bytes=1 << 62
+        folder, metadata=clean[1], append=True, checked=True, shard_bytes=1 << 62
     ) as writer:
-        for table in made[0]:
+        for table in clean[0]:
             writer.write(table)
-        writer.footer = made[2]
+        writer.footer = clean[2]
     (new,) = writer.shards
     Path(new.path).replace(shard)
     sync(shard.parent)

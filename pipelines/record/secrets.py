@@ -105,8 +105,8 @@ def _without(value: msgspec.Raw, *, are_names: bool = False, are_urls: bool = Fa
             return value if clean == fields else msgspec.Raw(msgspec.json.encode(clean))
         if content[:1] == b"[":
             items = _LIST.decode(content)
-            kept = [_without(item, are_urls=are_urls) for item in items]
-            return value if kept == items else msgspec.Raw(msgspec.json.encode(kept))
+            clean_items = [_without(item, are_urls=are_urls) for item in items]
+            return value if clean_items == items else msgspec.Raw(msgspec.json.encode(clean_items))
         return _without_query(value) if are_urls and content[:1] == b'"' else value
     except (msgspec.MsgspecError, RecursionError, ValueError):  # not searchable: redact all
         return _REDACTED
@@ -128,5 +128,5 @@ def _without_query(value: msgspec.Raw) -> msgspec.Raw:
         return value
     parts = urlsplit(text)
     host, query = parts.netloc.rpartition("@")[2], REDACTED if parts.query else ""
-    kept = parts._replace(netloc=host, query=query, fragment="").geturl()
-    return value if kept == text else msgspec.Raw(msgspec.json.encode(kept))
+    clean = parts._replace(netloc=host, query=query, fragment="").geturl()
+    return value if clean == text else msgspec.Raw(msgspec.json.encode(clean))

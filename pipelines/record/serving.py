@@ -170,13 +170,13 @@ def new_recorder(
     if settings.exact_prefix is None:
         return Recorder(settings, metadata, tell, redaction), None
     tokenizer = load_tokenizer(settings.exact_prefix)
-    known = metadata.replace(
+    with_tokenizer = metadata.replace(
         tokenizer=tokenizer.name,
         tokenizer_fingerprint=tokenizer.fingerprint,
         vocab_size=tokenizer.vocab_size,
         chat_template_fingerprint=tokenizer.template_fingerprint,
     )
-    return Recorder(settings, known, tell, redaction), ExactPrefix(tokenizer)
+    return Recorder(settings, with_tokenizer, tell, redaction), ExactPrefix(tokenizer)
 
 
 def guarded_app(

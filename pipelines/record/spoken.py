@@ -64,8 +64,8 @@ def spoken_call(api: ModelApi, body: bytes, request: Request) -> DialectCall | N
 
 @cache
 def _patterns(apis: tuple[ModelApi, ...]) -> list[tuple[re.Pattern[str], type[DialectCall]]]:
-    found = [(compile_path(api.route)[0].pattern, api.dialect) for api in apis]
-    return [(re.compile(p.removeprefix("^")), d) for p, d in found if d is not None]
+    routes = [(compile_path(api.route)[0].pattern, api.dialect) for api in apis]
+    return [(re.compile(p.removeprefix("^")), d) for p, d in routes if d is not None]
 
 
 def dialect_at(path: str) -> type[DialectCall] | None:
@@ -92,13 +92,13 @@ def last_event(call: DialectCall | None, error: RolloutError) -> bytes:
 
 def engine_headers(headers: Mapping[str, str]) -> dict[str, str]:
     """Return the headers for the engine: the client's key as a bearer token."""
-    kept = {
+    passed = {
         name: value
         for name, value in headers.items()
         if name not in KEY_HEADERS and not name.startswith(_OWN_HEADERS)
     }
     key = api_key_of(headers)
-    return kept | ({"authorization": f"Bearer {key}"} if key else {})
+    return passed | ({"authorization": f"Bearer {key}"} if key else {})
 
 
 def decoded_chat(content: bytes) -> Chat:
@@ -134,8 +134,8 @@ def engine_message(status: int, content: bytes) -> str:
     try:
         refusal = _REFUSAL.decode(content)
         error = refusal.error
-        told = error.message if isinstance(error, _Error) else error
-        text = told or refusal.message or text
+        message = error.message if isinstance(error, _Error) else error
+        text = message or refusal.message or text
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         pass  # no JSON: its text is the message
     return text or f"status {status}"
@@ -163,7 +163,7 @@ class SpokenStream:
             EngineError: `engine_answer`: an event is no chunk of a chat completion.
         """
         events = Events(len(part) + 1)
-        made = b""
+        translated = b""
         for event in [*events.feed(part), events.rest()]:
             data = data_of(event)[0]
             if not data or data == DONE or self._has_failed:
@@ -172,12 +172,12 @@ class SpokenStream:
             if chat.error is not None:
                 self._has_failed = True
                 content = engine_error(self._call, 500, data)
-                told = msgspec.json.decode(content, type=_Refusal).error
-                text = told.message if isinstance(told, _Error) else "the engine failed"
-                made += self._call.error_event(500, text)
+                error = msgspec.json.decode(content, type=_Refusal).error
+                text = error.message if isinstance(error, _Error) else "the engine failed"
+                translated += self._call.error_event(500, text)
                 continue
-            made += self._stream.take(self._with_prompt(chat, num_prompt))
-        return made
+            translated += self._stream.take(self._with_prompt(chat, num_prompt))
+        return translated
 
     def _with_prompt(self, chat: Chat, num_prompt: int) -> Chat:
         self._num_seen += 1
@@ -204,11 +204,11 @@ async def count_tokens(
         EngineError: Any error of `Upstreams.answer`.
     """
     names = ("model", "messages", "tools", "chat_template_kwargs")
-    asked = {name: call.chat[name] for name in names if name in call.chat}
-    asked |= {} if model is None else {"model": model}
-    body = msgspec.json.encode(asked)
-    own = engine_headers(headers) | {"content-type": JSON}
-    async with upstreams.answer("POST", TOKENIZE_PATH, body, own, None) as response:
+    fields = {name: call.chat[name] for name in names if name in call.chat}
+    fields |= {} if model is None else {"model": model}
+    body = msgspec.json.encode(fields)
+    sent_headers = engine_headers(headers) | {"content-type": JSON}
+    async with upstreams.answer("POST", TOKENIZE_PATH, body, sent_headers, None) as response:
         content = await upstreams.whole(response)
         is_exact = response.status == 200
     try:
@@ -217,7 +217,7 @@ async def count_tokens(
         is_exact = False
     if not is_exact:
         number = len(body) // _BYTES_A_TOKEN + 1
-    made = Response(msgspec.json.encode(call.count(number)), media_type=JSON)
+    answer = Response(msgspec.json.encode(call.count(number)), media_type=JSON)
     if not is_exact:
-        made.headers[ESTIMATED] = f"{_BYTES_A_TOKEN} bytes a token"
-    return made
+        answer.headers[ESTIMATED] = f"{_BYTES_A_TOKEN} bytes a token"
+    return answer

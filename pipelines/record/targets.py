@@ -114,9 +114,9 @@ def session_in(headers: Mapping[str, str], named: str | None = None) -> str | No
         >>> session_in({"x-session-affinity": "ses_1"}), session_in({}, "0b7c-11"), session_in({})
         ('ses_1/0', '0b7c-11/0', None)
     """
-    given = [*(headers.get(name) for name in _HARNESS_HEADERS), named]
-    found = next((name for name in given if name and _HARNESS_NAME.fullmatch(name)), None)
-    return None if found is None else f"{found}/0"
+    named_by = [*(headers.get(name) for name in _HARNESS_HEADERS), named]
+    name = next((name for name in named_by if name and _HARNESS_NAME.fullmatch(name)), None)
+    return None if name is None else f"{name}/0"
 
 
 def agent_in(headers: Mapping[str, str]) -> str | None:

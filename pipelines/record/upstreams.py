@@ -280,14 +280,14 @@ class Upstreams:
         )
 
     def _headers(self, headers: Mapping[str, str]) -> dict[str, str]:
-        kept = {
+        passed = {
             name: value
             for name, value in headers.items()
             if name not in _NOT_PASSED_ON and not name.startswith("x-rollouts-")
         }
         if self._api_key is not None:
-            kept["authorization"] = f"Bearer {self._api_key}"
-        return kept
+            passed["authorization"] = f"Bearer {self._api_key}"
+        return passed
 
 
 def version_of(response: Answered) -> int | None:
@@ -313,6 +313,6 @@ def models_response(name: str) -> Response:
 
 def engine_response(response: Answered, content: bytes) -> Response:
     """Build the response to a client from an engine's, with its headers and the given body."""
-    made = Response(content, response.status)
-    made.raw_headers += passed_on(response)
-    return made
+    built = Response(content, response.status)
+    built.raw_headers += passed_on(response)
+    return built

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import polars as pl
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from pipelines.merging.segments import sampled_lengths
 from pipelines.rewards import Outcome, are_equal, mean_of, trajectory_returns
@@ -121,10 +120,15 @@ def _returns_and_reasons(
 
 
 def _used(frame: pl.LazyFrame) -> list[str]:
-    optional = [
-        n for n in ("rollout_logprobs", "segments", "token_source") if n in frame.collect_schema()
+    optional = [n for n in ("rollout_logprobs", "segments") if n in frame.collect_schema()]
+    return [
+        "trajectory_id",
+        "prompt_token_ids",
+        "response_ids",
+        "loss_mask",
+        "token_source",
+        *optional,
     ]
-    return ["trajectory_id", "prompt_token_ids", "response_ids", "loss_mask", *optional]
 
 
 def _lengths_on_disk(path: PathLike, frame: pl.LazyFrame) -> pl.DataFrame:
@@ -151,9 +155,8 @@ def row_lengths(table: pa.Table) -> pl.DataFrame:
     without = response > 0
     if "rollout_logprobs" in table.column_names:
         without &= to_numpy(table.column("rollout_logprobs").is_null())
-    is_retokenized = np.zeros(table.num_rows, bool)
-    if "token_source" in table.column_names:
-        is_retokenized = to_numpy(pc.equal(table.column("token_source"), RETOKENIZED))
+    has_source = "token_source" in table.column_names  # parts of logs lack it
+    source = table.column("token_source") if has_source else pa.nulls(table.num_rows, pa.string())
     columns = {
         "trajectory_id": table.column("trajectory_id"),
         "prompt": to_arrow(prompt),
@@ -161,9 +164,10 @@ def row_lengths(table: pa.Table) -> pl.DataFrame:
         "sampled": to_arrow(sampled_lengths(table)),
         "trained": to_arrow(np.diff(offsets_of(masks.values)[masks.offsets])),
         "without_logprobs": to_arrow(without),
-        "retokenized": to_arrow(is_retokenized),
+        "retokenized": source,
     }
-    return to_frame(columns).cast(pl.Schema(_LENGTHS))
+    frame = to_frame(columns).with_columns(pl.col("retokenized").eq_missing(RETOKENIZED))
+    return frame.cast(pl.Schema(_LENGTHS))
 
 
 def _rows(rows: pl.DataFrame) -> dict[str, Any]:

@@ -70,11 +70,11 @@ class Query:
             InputError: `view_query`: the parameter is not a number of at most 9 digits, or is
                 missing and has no default.
         """
-        given = self.values.get(name, "" if default is None else str(default))
-        if not re.fullmatch(r"[0-9]{1,9}", given):
-            got = f"{name} must be a whole number of at most 9 digits, not {given[:40]!r}"
+        text = self.values.get(name, "" if default is None else str(default))
+        if not re.fullmatch(r"[0-9]{1,9}", text):
+            got = f"{name} must be a whole number of at most 9 digits, not {text[:40]!r}"
             raise InputError("view_query", self.where, got)
-        return int(given)
+        return int(text)
 
 
 class Api:
@@ -135,16 +135,16 @@ class Api:
         about = {"method": "GET", "path": parts.path, "query_string": parts.query.encode()}
         scope = {"type": "http", "headers": [], **about}
         for route in self.routes:
-            match, found = route.matches(scope)
+            match, child_scope = route.matches(scope)
             if match is Match.FULL:
-                answered: Response = route.endpoint(Request({**scope, **found}))
+                answered: Response = route.endpoint(Request({**scope, **child_scope}))
                 return answered
         raise InputError("no_such_path", parts.path, "unknown path")
 
     async def _label(self, request: Request) -> Response:
         """Write posted labels to a copy of a dataset."""
-        where, given = request.scope["path"], await _json_body(request)
-        column, values, out = (given.get(name) for name in ("column", "values", "out"))
+        where, body = request.scope["path"], await _json_body(request)
+        column, values, out = (body.get(name) for name in ("column", "values", "out"))
         if not (isinstance(column, str) and isinstance(out, str) and isinstance(values, dict)):
             got = "the body must have the keys column (text), values (object) and out (text)"
             raise InputError("view_query", where, got)
@@ -168,8 +168,8 @@ class Api:
 
     def _targets(self, query: Query) -> Response:
         limit = query.number("limit", _DEFAULT_TARGETS)
-        found = self.sources.run(query.text("run"))
-        return update_records.update_targets(self.sources, found, query.number("update"), limit)
+        run = self.sources.run(query.text("run"))
+        return update_records.update_targets(self.sources, run, query.number("update"), limit)
 
     def _trajectories(self, query: Query) -> Response:
         return table.window(
@@ -241,27 +241,29 @@ class Api:
     def _verdicts(self, query: Query) -> Response:
         dataset = self.sources.dataset(query.text("dataset"))
         name, row = query.text("trajectory_id"), query.number("step_index", 0)
-        found = [] if dataset.verdicts is None else row_tables.spans(dataset.verdicts, name, row)
+        row_spans = (
+            [] if dataset.verdicts is None else row_tables.spans(dataset.verdicts, name, row)
+        )
         more = [one for one in dataset.findings.of(dataset, name) if one["row"] == row]
-        return json_response({"spans": found, "findings": more})
+        return json_response({"spans": row_spans, "findings": more})
 
     def _shares(self, query: Query) -> Response:
         limit = query.number("limit", _DEFAULT_LIMIT)
         return row_tables.top_shares(self.sources.share(query.text("share")).rows, limit)
 
     def _search(self, query: Query) -> Response:
-        given = query.optional("ids")
-        if given is not None and not re.fullmatch(r"[0-9]{1,9}([ ,]+[0-9]{1,9})*", given):
-            got = f"ids must be whole numbers separated by commas or spaces, not {given[:40]!r}"
+        ids = query.optional("ids")
+        if ids is not None and not re.fullmatch(r"[0-9]{1,9}([ ,]+[0-9]{1,9})*", ids):
+            got = f"ids must be whole numbers separated by commas or spaces, not {ids[:40]!r}"
             raise InputError("view_query", query.where, got)
-        found = search(
+        hits = search(
             self.sources.dataset(query.text("dataset")),
             text=query.optional("text"),
-            ids=None if given is None else [int(i) for i in re.findall("[0-9]+", given)],
+            ids=None if ids is None else [int(i) for i in re.findall("[0-9]+", ids)],
             where=query.optional("where"),
             limit=query.number("limit", _DEFAULT_LIMIT),
         )
-        return json_response(found)
+        return json_response(hits)
 
     def _diff(self, query: Query) -> Response:
         return table.diff(*self._pair_of(query), query.optional("where"))
@@ -295,9 +297,9 @@ async def _json_body(request: Request) -> dict[str, object]:
         raise InputError("media_type", where, f"the content type must be {JSON}, not {kind!r}")
     body = await read_body(request, MAX_BODY_BYTES)
     try:
-        found = msgspec.json.decode(body)
+        decoded = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError) as error:
         raise InputError("json_line", where, f"invalid JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(decoded, dict):
         raise InputError("json_line", where, "the body is not a JSON object")
-    return found
+    return decoded

@@ -70,12 +70,12 @@ class Bundle:
     @classmethod
     def read(cls, folder: Path = FOLDER) -> Bundle:
         """Read the built page."""
-        found = {
+        files = {
             f"/{path.relative_to(folder).as_posix()}": (path.read_bytes(), _KINDS[path.suffix])
             for path in sorted(folder.rglob("*"))
             if path.is_file() and path.suffix in _KINDS
         }
-        return cls({**found, "/": found["/index.html"]})
+        return cls({**files, "/": files["/index.html"]})
 
     def text(self, path: str) -> str:
         """Return a file as text."""
@@ -122,8 +122,8 @@ class App:
         self._check_token(token, scope["path"])
         await self._api(scope, receive, send)
 
-    def _check_token(self, given: str, path: str) -> None:
-        if not hmac.compare_digest(given.encode("utf-8", "replace"), self._token.encode()):
+    def _check_token(self, token: str, path: str) -> None:
+        if not hmac.compare_digest(token.encode("utf-8", "replace"), self._token.encode()):
             hint = "open the address that `rollouts view` printed"
             raise InputError("view_token", path, "the token is missing or wrong", hint=hint)
 

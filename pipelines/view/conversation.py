@@ -21,8 +21,8 @@ def conversation(dataset: Dataset, trajectory_id: str) -> dict[str, Any]:
         names = [n for n in dataset.reader.schema.names if n != "rollout_expert_indices"]
     table = dataset.trajectory(number, names)
     lanes = lanes_of(table, dataset.token_bytes, dataset.chat_tokenizer)
-    found = dataset.findings.of(dataset, trajectory_id)
-    for one in found:
+    findings = dataset.findings.of(dataset, trajectory_id)
+    for one in findings:
         if (turn := _turn_of(one, lanes.values())) is not None:
             turn.setdefault("findings", []).append(one)
     errors = table.column("error").drop_null() if "error" in table.column_names else []
@@ -31,7 +31,7 @@ def conversation(dataset: Dataset, trajectory_id: str) -> dict[str, Any]:
         "lanes": [
             {"agent": name, "turns": list(map(_shown, turns))} for name, turns in lanes.items()
         ],
-        "findings": [one for one in found if one["row"] is None],
+        "findings": [one for one in findings if one["row"] is None],
         "error": None if error is None else shortened(error),
         "return": dataset.index.trajectories["return"][number],
         "is_approximate": _is_retokenized(table),

@@ -321,8 +321,8 @@ def write_labels(
         raise InputError("out_is_free", out, got, hint=hint)
     labelled = _Labelled(column, _cast(values, kind), kind)
     metadata = read_metadata(stored)
-    made = metadata.made("view", parent=stored, column=column)
-    rewrite(stored, out, labelled, made, decode=True)
+    labelled_metadata = metadata.made("view", parent=stored, column=column)
+    rewrite(stored, out, labelled, labelled_metadata, decode=True)
     return {"path": out, "num_rows": RowReader(out).num_rows}
 
 

@@ -51,8 +51,8 @@ def key_of(path: str, **parameters: object) -> str:
         >>> key_of("/api/datasets/d0/tokens", trajectory_id="a 0", step_index=1, run=None)
         '/api/datasets/d0/tokens?step_index=1&trajectory_id=a%200'
     """
-    given = sorted((name, value) for name, value in parameters.items() if value is not None)
-    query = "&".join(f"{name}={quote(str(value), safe=_UNQUOTED)}" for name, value in given)
+    pairs = sorted((name, value) for name, value in parameters.items() if value is not None)
+    query = "&".join(f"{name}={quote(str(value), safe=_UNQUOTED)}" for name, value in pairs)
     return f"{path}?{query}" if query else path
 
 
@@ -105,22 +105,24 @@ def _add(packing: Packing, key: str, answer: Response) -> None:
     if not parts.path.endswith("/tokens"):
         packing.add_table(key, {(key, ""): table})
         return
-    asked = dict(parse_qsl(parts.query))
-    row = f"{asked['trajectory_id']} {asked['step_index']}"
+    parameters = dict(parse_qsl(parts.query))
+    row = f"{parameters['trajectory_id']} {parameters['step_index']}"
     recorded = [name for name in table.column_names if name in _RECORDED]
     shares = [name for name in table.column_names if name.startswith(SHARE)]
     stored = {(parts.path, row): table.drop_columns([*recorded, *shares])}
     for name in shares:  # rows of other updates lack the column
         stored[f"{parts.path} {name}", row] = table.select([name])
     if recorded:
-        stored[f"{parts.path} {asked['run']} {asked['update']}", row] = table.select(recorded)
+        stored[f"{parts.path} {parameters['run']} {parameters['update']}", row] = table.select(
+            recorded
+        )
     packing.add_table(key, stored)
 
 
 def _chosen(dataset: Dataset, where: str | None, limit: int) -> IntArray:
     mask = dataset.index.matching(where)
-    found = np.arange(len(dataset.index)) if mask is None else np.flatnonzero(mask)
-    return found[:limit]
+    matches = np.arange(len(dataset.index)) if mask is None else np.flatnonzero(mask)
+    return matches[:limit]
 
 
 def _responses(
@@ -140,13 +142,15 @@ def _responses(
     for number, numbers in chosen.items():
         root, index = f"/api/datasets/{number}", sources.datasets[number].index
         window = key_of(f"{root}/trajectories", offset=0, limit=limit)
-        given = key_of(f"{root}/trajectories", offset=0, limit=limit, where=where)
-        yield window, api.answer(given)
+        filtered = key_of(f"{root}/trajectories", offset=0, limit=limit, where=where)
+        yield window, api.answer(filtered)
         lines = index.trajectories[numbers]
-        own = index.trajectories.join(lines, on="instance_id", how="semi", maintain_order="left")
+        of_groups = index.trajectories.join(
+            lines, on="instance_id", how="semi", maintain_order="left"
+        )
         yield (
             key_of(f"{root}/tasks", limit=NUM_TASKS),
-            json_response(attempts.tasks(own, NUM_TASKS)),
+            json_response(attempts.tasks(of_groups, NUM_TASKS)),
         )
         has_tokens = sources.datasets[number].has_tokens
         for instance_id in lines["instance_id"].unique(maintain_order=True):
@@ -208,8 +212,8 @@ def _pictures(conversation: Response) -> set[str]:
 def _updates(described: dict[str, object], number: str) -> list[int]:
     runs = described["runs"]
     assert isinstance(runs, list)
-    found: list[int] = next(run["token_updates"] for run in runs if run["id"] == number)
-    return found
+    updates: list[int] = next(run["token_updates"] for run in runs if run["id"] == number)
+    return updates
 
 
 def _recorded(
@@ -219,23 +223,25 @@ def _recorded(
     run = sources.runs[number]
     keys = ["dataset", "instance_id", "trajectory_id", "step_index"]
     names = {
-        found: set(sources.datasets[found].index.trajectories["trajectory_id"][numbers].to_list())
-        for found, numbers in chosen.items()
+        dataset: set(
+            sources.datasets[dataset].index.trajectories["trajectory_id"][numbers].to_list()
+        )
+        for dataset, numbers in chosen.items()
     }
     seen = set()
     for path, instance_id, trajectory_id, step_index in read_tokens(run.path, update, keys).rows():
-        found = run.dataset_of(path)
-        if found is None or trajectory_id not in names[found]:
+        dataset = run.dataset_of(path)
+        if dataset is None or trajectory_id not in names[dataset]:
             continue
-        root = f"/api/datasets/{found}"
+        root = f"/api/datasets/{dataset}"
         yield f"{root}/tokens", {"trajectory_id": trajectory_id, "step_index": step_index}
         for view, of in (
             ("group", {"instance_id": instance_id}),
             ("tree", {"instance_id": instance_id}),
             ("tree", {"trajectory_id": trajectory_id}),
         ):
-            if (found, view, *of.items()) not in seen:
-                seen.add((found, view, *of.items()))
+            if (dataset, view, *of.items()) not in seen:
+                seen.add((dataset, view, *of.items()))
                 yield f"{root}/{view}", dict(of)
 
 

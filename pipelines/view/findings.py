@@ -66,13 +66,13 @@ class Findings:
     def by_trajectory(self) -> pl.DataFrame:
         """`trajectory_id` and the labels found in it: "none" if none, null if no finder succeeded."""
         labels = pl.col(COLUMN).explode(empty_as_null=False).struct.field("label").drop_nulls()
-        found = self._values.group_by("trajectory_id").agg(
+        labelled = self._values.group_by("trajectory_id").agg(
             labels.unique().sort().str.join(", ").alias("labels"),
             is_known=pl.col(COLUMN).is_not_null().any(),
         )
         none = pl.when("is_known").then(pl.lit(NO_FAULTS))
         named = pl.when(pl.col("labels") != "").then("labels").otherwise(none)
-        return found.select("trajectory_id", named.alias(COLUMN))
+        return labelled.select("trajectory_id", named.alias(COLUMN))
 
     def of(self, dataset: Dataset, trajectory_id: str) -> list[dict[str, Any]]:
         """Return the findings in a trajectory, with their places in its rows, merged or not.
@@ -82,8 +82,12 @@ class Findings:
             about); start and end (tokens of the row's response that it is about, equal if it is about
             none in particular).
         """
-        own = self._values.filter(pl.col("trajectory_id") == trajectory_id).drop_nulls(COLUMN)
-        listed = [(name, one) for name, found in own.select("name", COLUMN).rows() for one in found]
+        values = self._values.filter(pl.col("trajectory_id") == trajectory_id).drop_nulls(COLUMN)
+        listed = [
+            (name, one)
+            for name, findings in values.select("name", COLUMN).rows()
+            for one in findings
+        ]
         if not listed:
             return []
         table = dataset.trajectory(dataset.index.number(trajectory_id), dataset.present(*_READ))
@@ -107,8 +111,8 @@ def _rows_of_steps(rows: Sequence[Sequence[Mapping[str, Any]] | None]) -> list[i
     steps, are_merged = list[tuple[int, int]](), True
     for row, segments in enumerate(rows):
         is_merged = segments is not None and any(one.get(JOINED) for one in segments[:1])
-        own = [one["step_index"] for one in segments or ()] if is_merged else [row]
-        steps += [(step, row) for step in own]
+        numbers = [one["step_index"] for one in segments or ()] if is_merged else [row]
+        steps += [(step, row) for step in numbers]
         are_merged &= is_merged
     return [row for _, row in (sorted(steps) if are_merged else steps)]
 

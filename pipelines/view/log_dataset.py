@@ -241,9 +241,9 @@ class LogDataset(Dataset):
 
     def now(self) -> Self:
         """Return the logs as read so far, which do not change while a request is answered."""
-        found = copy.copy(self)
-        found._frozen = self._current()
-        return found
+        copied = copy.copy(self)
+        copied._frozen = self._current()
+        return copied
 
     def _current(self) -> _Shown:
         if self._frozen is not None:
@@ -324,8 +324,8 @@ class LogDataset(Dataset):
         Raises:
             InputError: `no_token_ids`: the row has text, but no token ids.
         """
-        found = super().row(trajectory_id, step_index, names)
-        if not found.num_rows or not sum(len(ids) for ids in found.column("response_ids")):
+        table = super().row(trajectory_id, step_index, names)
+        if not table.num_rows or not sum(len(ids) for ids in table.column("response_ids")):
             hint = "pass --tokenizer DIR to re-tokenize the text (approximate)"
             got, why = f"{trajectory_id} has no token ids", self._untokenized.get(trajectory_id)
             if why is not None:
@@ -334,7 +334,7 @@ class LogDataset(Dataset):
                     "read its conversation",
                 )
             raise TokensMissing(NO_TOKENS, self.path, got, hint=hint)
-        return found
+        return table
 
     def may_hold(self, number: int, text: str) -> bool:
         """True if a trajectory's text contains a text; its files are not read again."""
@@ -390,7 +390,9 @@ class LogDataset(Dataset):
             "num_rows": len(shown.index.rows),
             "num_trajectories": len(lines),
             "num_groups": lines["instance_id"].n_unique(),
-            "columns": [{"name": n, "kind": k, "own": own} for n, k, own in [*fields, *facts]],
+            "columns": [
+                {"name": n, "kind": k, "own": is_own} for n, k, is_own in [*fields, *facts]
+            ],
             "tokenizer": self._given_tokenizer,
             "layout": "log",
             "num_verdicts": 0,
@@ -428,8 +430,8 @@ def _shown(path: str, state: _State, version: int) -> _Shown:
 
 
 def _notes(notes: Mapping[str, int]) -> list[str]:
-    found = sorted(notes.items(), key=lambda each: (each[0].startswith(UNREAD), each[0]))
-    return [f"{number:,} {what}" for what, number in found][:_SHOWN_NAMES]
+    ordered = sorted(notes.items(), key=lambda item: (item[0].startswith(UNREAD), item[0]))
+    return [f"{number:,} {what}" for what, number in ordered][:_SHOWN_NAMES]
 
 
 def _told(error: RolloutError) -> str:

@@ -190,7 +190,7 @@ class _Indexing:
             send(Progress(stage=stage, done=done, total=total))
 
         opened = open_listed(self.listing, spool, self.format, tell)
-        names, formats = {each.place.where for each in refused}, load_formats().adapters
+        names, formats = {rejected.place.where for rejected in refused}, load_formats().adapters
         for name in (name for name in opened.left if name not in names):
             is_explained = len(skipped) < MAX_EXPLAINED and len(refused) < MAX_REJECTED
             clue = explanation(name, Path(name), formats) if is_explained else None

@@ -108,36 +108,38 @@ def joined(parts: Sequence[Part]) -> Part:
 
 
 def _unified(schemas: Sequence[pa.Schema]) -> pa.Schema:
-    found: dict[str, pa.Field] = {}
+    unified: dict[str, pa.Field] = {}
     for field_ in (f for schema in dict.fromkeys(schemas) for f in schema):
-        known = found.get(field_.name, field_)
+        before = unified.get(field_.name, field_)
         try:
             merged = pa.unify_schemas(
-                [pa.schema([known]), pa.schema([field_])], promote_options="permissive"
+                [pa.schema([before]), pa.schema([field_])], promote_options="permissive"
             ).field(0)
         except (pa.ArrowInvalid, pa.ArrowTypeError):
             merged = pa.field(field_.name, pa.string())
-        found[field_.name] = merged.with_nullable(nullable=True)
-    return pa.schema(list(found.values()))
+        unified[field_.name] = merged.with_nullable(nullable=True)
+    return pa.schema(list(unified.values()))
 
 
 def without(part: Part, names: pl.Series) -> Part:
     """Return a part without the trajectories in `names`."""
-    known = part.facts["trajectory_id"].is_in(names.implode())
-    kept = pl.col("trajectory_id").is_in(part.facts["trajectory_id"].filter(~known).implode())
-    runs = [at for at, is_known in zip(part.runs, known, strict=True) if not is_known]
-    rows, facts = part.rows.filter(kept), part.facts.filter(kept)
+    is_left_out = part.facts["trajectory_id"].is_in(names.implode())
+    remaining = pl.col("trajectory_id").is_in(
+        part.facts["trajectory_id"].filter(~is_left_out).implode()
+    )
+    runs = [at for at, is_known in zip(part.runs, is_left_out, strict=True) if not is_known]
+    rows, facts = part.rows.filter(remaining), part.facts.filter(remaining)
     return replace(part, rows=rows, facts=facts, runs=runs)
 
 
 def _nothing() -> Part:
-    kept = [
+    columns = [
         COLUMN_BY_NAME[name] for name in ("instance_id", "trajectory_id", "repetition_id", "reward")
     ]
-    kept += [
+    columns += [
         COLUMN_BY_NAME[name] for name in ("prompt_token_ids", "response_ids", "loss_mask", "error")
     ]
-    table = empty_table(pa.schema([pa.field(c.name, c.type) for c in kept]))
+    table = empty_table(pa.schema([pa.field(c.name, c.type) for c in columns]))
     rows = short_rows(table, kept_columns(table.schema), set())
     facts = pl.DataFrame(schema={"trajectory_id": pl.String, **FACTS})
     schema = table.schema

@@ -66,15 +66,15 @@ def _tool_counts(table: pa.Table) -> pl.DataFrame:
 def _facts(rows: pa.Table) -> dict[str, Any]:
     lanes = lanes_of(rows)
     turns = [turn for lane in lanes.values() for turn in lane if turn["is_new"]]
-    told = [turn for turn in turns if turn["from"] == "messages"]
-    parts = [part for turn in told for part in turn["parts"]]
-    has_answers = told or any(list_lengths(rows.column("response_ids")))
-    asked = next((turn for turn in told if turn["role"] in {"user", "prompt"}), None)
+    logged = [turn for turn in turns if turn["from"] == "messages"]
+    parts = [part for turn in logged for part in turn["parts"]]
+    has_answers = logged or any(list_lengths(rows.column("response_ids")))
+    question = next((turn for turn in logged if turn["role"] in {"user", "prompt"}), None)
     return {
-        "task_text": None if asked is None else _start(asked["parts"]),
+        "task_text": None if question is None else _start(question["parts"]),
         "num_turns": _num_answers(rows) if has_answers else 0,
-        "num_messages": len(told) if told else None,
-        "num_characters": sum(len(part["text"]) for part in parts) if told else None,
+        "num_messages": len(logged) if logged else None,
+        "num_characters": sum(len(part["text"]) for part in parts) if logged else None,
         "num_images": sum(part["type"] == "image" for part in parts),
         "num_agents": len(lanes),
     }
@@ -82,7 +82,7 @@ def _facts(rows: pa.Table) -> dict[str, Any]:
 
 def text_of(rows: pa.Table) -> bytes:
     """Return all text of a trajectory as JSON, each message once; `escaped` text can be found in it."""
-    found: dict[bytes, None] = {}
+    texts: dict[bytes, None] = {}
     names = [name for name in ("messages", "response_text") if name in rows.column_names]
     for row in rows.select(names).to_pylist():
         try:
@@ -90,9 +90,9 @@ def text_of(rows: pa.Table) -> bytes:
         except (msgspec.DecodeError, RecursionError):
             sent = row["messages"]
         for message in sent if isinstance(sent, list) else [sent]:
-            found[msgspec.json.encode(message)] = None
-        found[msgspec.json.encode(row.get("response_text"))] = None
-    return b"\n".join(found)
+            texts[msgspec.json.encode(message)] = None
+        texts[msgspec.json.encode(row.get("response_text"))] = None
+    return b"\n".join(texts)
 
 
 def escaped(text: str) -> bytes:
@@ -108,10 +108,10 @@ def placed(facts: pl.DataFrame, places: Mapping[str, tuple[str, Path]], root: Pa
         places: Format and first file of each trajectory, by trajectory_id.
         root: Directory to which files are relative.
     """
-    found = [places[name] for name in facts["trajectory_id"]]
-    files = [path for _, path in found]
+    found_places = [places[name] for name in facts["trajectory_id"]]
+    files = [path for _, path in found_places]
     return facts.with_columns(
-        format=pl.Series([name or None for name, _ in found], dtype=pl.String),
+        format=pl.Series([name or None for name, _ in found_places], dtype=pl.String),
         file=pl.Series([_relative(path, root) for path in files], dtype=pl.String),
         modified=pl.Series([_modified(path) for path in files], dtype=pl.String),
     )

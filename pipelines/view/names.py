@@ -27,11 +27,11 @@ def distinct_names(paths: Sequence[str]) -> list[str]:
     parts = [absolute(path.rstrip("/")).split("/") for path in paths]
     sizes = [1] * len(parts)
     while True:
-        names = ["/".join(own[-size:]) for own, size in zip(parts, sizes, strict=True)]
+        names = ["/".join(segments[-size:]) for segments, size in zip(parts, sizes, strict=True)]
         counts = Counter(names)
         longer = [
-            min(size + (counts[name] > 1), len(own))
-            for own, size, name in zip(parts, sizes, names, strict=True)
+            min(size + (counts[name] > 1), len(segments))
+            for segments, size, name in zip(parts, sizes, names, strict=True)
         ]
         if longer == sizes:
             return [name or path for name, path in zip(names, paths, strict=True)]

@@ -29,23 +29,23 @@ def kind_of_path(path: str, log_format: str = AUTO) -> PathKind:
     Raises:
         InputError: `view_table`: a Parquet file is neither a dataset, a table about one, nor a log.
     """
-    found = Path(path)
-    if "://" in path or not found.exists():
+    place = Path(path)
+    if "://" in path or not place.exists():
         return "dataset"
     if log_format != AUTO:
         return "log"
-    if is_run(found):
+    if is_run(place):
         return "run"
-    shards = Location.of(path).datasets() if found.is_dir() else [path]
+    shards = Location.of(path).datasets() if place.is_dir() else [path]
     if not any(map(os.path.isfile, shards)):
-        is_staged = (found / STAGING).exists()
+        is_staged = (place / STAGING).exists()
         return "dataset" if is_staged else "log"
     if any(_ROLLOUTS in names for names in map(_columns, shards)):
         return "dataset"
-    if any(recognize(each, load_formats().adapters) for each in shards):
+    if any(recognize(shard, load_formats().adapters) for shard in shards):
         return "log"
-    if found.is_dir():
-        return "log" if _has_others(found, {*shards}) else "dataset"
+    if place.is_dir():
+        return "log" if _has_others(place, {*shards}) else "dataset"
     if not path.endswith(SHARD_SUFFIX):
         return "log"
     return "dataset" if kind_of_table(path) is None else "table"

@@ -215,15 +215,15 @@ def _typed(frame: pl.DataFrame, path: str, kind: Kind) -> pl.DataFrame:
     return pl.DataFrame(columns)
 
 
-def _is_like(found: pl.DataType, wanted: pl.DataType) -> bool:
-    """True if a column of type `found` may be cast to `wanted`, such as integers to floats."""
-    if found == pl.Null or found == wanted:
+def _is_like(kind: pl.DataType, wanted: pl.DataType) -> bool:
+    """True if a column of type `kind` may be cast to `wanted`, such as integers to floats."""
+    if kind == pl.Null or kind == wanted:
         return True
     if wanted.is_integer():
-        return found.is_integer()
+        return kind.is_integer()
     if wanted.is_float():
-        return found.is_numeric()
-    return isinstance(wanted, pl.List) and isinstance(found, pl.List)
+        return kind.is_numeric()
+    return isinstance(wanted, pl.List) and isinstance(kind, pl.List)
 
 
 def faults_of(verdicts: pl.DataFrame) -> pl.DataFrame:
@@ -236,30 +236,32 @@ def faults_of(verdicts: pl.DataFrame) -> pl.DataFrame:
     kind = pl.col("kind")
     is_fault = ~kind.is_in(NO_FAULT)
     kinds = kind.str.head(_MAX_KIND).filter(is_fault).unique(maintain_order=True)
-    found = verdicts.group_by("trajectory_id", maintain_order=True).agg(
+    grouped = verdicts.group_by("trajectory_id", maintain_order=True).agg(
         kinds.alias("kinds"),
         is_decided=(~kind.is_in(UNDECIDED)).any(),
         fault_nats=pl.col("log_likelihood_ratio").filter(is_fault).fill_nan(None).max(),
     )
     named = pl.when(pl.col("kinds").list.len() > 0).then(pl.col("kinds").list.join(", "))
     none = pl.when("is_decided").then(pl.lit(NO_FAULTS))
-    return found.select("trajectory_id", named.otherwise(none).alias(FAULTS), FAULT_NATS)
+    return grouped.select("trajectory_id", named.otherwise(none).alias(FAULTS), FAULT_NATS)
 
 
 def shares_of(rows: pl.DataFrame, column: str) -> pl.DataFrame:
     """Return each trajectory's share of an update: the sum of the shares of its rows."""
-    known = pl.col("share").fill_nan(None)
-    total = pl.when(known.count() > 0).then(known.sum())
+    shares = pl.col("share").fill_nan(None)
+    total = pl.when(shares.count() > 0).then(shares.sum())
     return rows.group_by("trajectory_id").agg(total.alias(column))
 
 
 def spans(verdicts: pl.DataFrame, trajectory_id: str, step_index: int) -> list[dict[str, Any]]:
     """Return the verdicts about one row, in the order of their positions."""
-    own = verdicts.filter(
+    about_row = verdicts.filter(
         (pl.col("trajectory_id") == trajectory_id) & (pl.col("step_index") == step_index)
     )
     hidden = {*_ROW, "dataset", "instance_id", "row_digest", "num_response_tokens"}
-    rows = own.drop(*hidden, strict=False).sort("start", "end", maintain_order=True).to_dicts()
+    rows = (
+        about_row.drop(*hidden, strict=False).sort("start", "end", maintain_order=True).to_dicts()
+    )
     return [
         {
             **row,

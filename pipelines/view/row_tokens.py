@@ -115,9 +115,9 @@ def _versions(
     version = row.column("policy_version")[0].as_py()
     versions = np.full(num_tokens, -1 if version is None else version, np.int32)
     for segment in segments or ():
-        own = segment.get("policy_version")
-        if own is not None:
-            versions[segment["start"] : segment["start"] + segment["length"]] = own
+        version = segment.get("policy_version")
+        if version is not None:
+            versions[segment["start"] : segment["start"] + segment["length"]] = version
     return to_arrow(versions, mask=versions < 0)
 
 
@@ -125,22 +125,22 @@ def _shares(
     dataset: Dataset, trajectory_id: str, step_index: int, num_tokens: int
 ) -> dict[str, pa.Array]:
     """Return the tokens' shares of updates: one column for each table that contains the row."""
-    found = {}
+    columns = {}
     for column, rows in dataset.shares.items():
-        own = rows.filter(
+        of_row = rows.filter(
             (pl.col("trajectory_id") == trajectory_id) & (pl.col("step_index") == step_index)
         )
-        if len(own):
-            values = _list(own.select("token_shares").to_arrow(), "token_shares")
-            found[column] = _at_end(num_tokens, values, pa.float32())
-    return found
+        if len(of_row):
+            values = _list(of_row.select("token_shares").to_arrow(), "token_shares")
+            columns[column] = _at_end(num_tokens, values, pa.float32())
+    return columns
 
 
 def _recorded(records: pl.DataFrame, num_tokens: int) -> dict[str, pa.Array]:
     """Return the values that an update recorded for a row; all null if it recorded none."""
-    found = {}
+    columns = {}
     for name, one in [*NUMBERS.items(), *((flag, flag) for flag in FLAGS)]:
         kind = pa.bool_() if name in FLAGS else pa.float32()
         values = _list(records[:1].select(name).to_arrow(), name) if len(records) else None
-        found[one] = _at_end(num_tokens, values, kind)
-    return found
+        columns[one] = _at_end(num_tokens, values, kind)
+    return columns

@@ -54,10 +54,10 @@ def read_config(run: Path) -> Mapping[str, Any]:
     if not file.is_file():
         return {}
     try:
-        found = json.loads(read_input(file))
+        config = json.loads(read_input(file))
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return config if isinstance(config, dict) else {}
 
 
 def dataset_paths(run: Path) -> list[str]:
@@ -66,8 +66,8 @@ def dataset_paths(run: Path) -> list[str]:
     if iterations.is_dir():
         folders = [path for path in iterations.iterdir() if path.is_dir()]
         return [str(path) for path in sorted(folders, key=lambda path: natural_key(path.name))]
-    given = _setting(run, "data", "dataset")
-    return [given] if given else []
+    trained = _setting(run, "data", "dataset")
+    return [trained] if trained else []
 
 
 def samples(run: Path) -> bool | None:
@@ -84,9 +84,9 @@ def model_of(run: Path) -> str | None:
 
 def _setting(run: Path, section: str, key: str) -> str | None:
     """Return the text of a key of the run's configuration; None if it is missing or damaged."""
-    found = read_config(run).get(section)
-    given = found.get(key) if isinstance(found, dict) else None
-    return given if isinstance(given, str) and given else None
+    values = read_config(run).get(section)
+    text = values.get(key) if isinstance(values, dict) else None
+    return text if isinstance(text, str) and text else None
 
 
 def read_metrics(run: Path) -> dict[str, Any]:
@@ -113,14 +113,14 @@ def read_metrics(run: Path) -> dict[str, Any]:
     lines = {step: {**evaluations.get(step, {}), **updates.get(step, {})} for step in steps}
     names = dict.fromkeys(name for step in steps for name in lines[step])
     metrics = {name: [_number(lines[step].get(name)) for step in steps] for name in names}
-    kept = {
+    shown = {
         name: values
         for name, values in metrics.items()
         if name != "global_step" and any(value is not None for value in values)
     }
-    known = {**METRICS, **LOOP_METRICS}
-    about = {name: known[name]._asdict() for name in kept if name in known}
-    return {"global_step": steps, "updates": sorted(updates), "metrics": kept, "about": about}
+    described = {**METRICS, **LOOP_METRICS}
+    about = {name: described[name]._asdict() for name in shown if name in described}
+    return {"global_step": steps, "updates": sorted(updates), "metrics": shown, "about": about}
 
 
 def metric_lines(run: Path) -> list[Mapping[str, Any]]:
@@ -144,13 +144,13 @@ def recorded_rows(run: Path, update: int | None = None) -> pl.DataFrame:
     """
     names = ["dataset", *_ROW, "row_digest"]
     schema = token_record_schema()
-    found = [pl.DataFrame(pa.schema([schema.field(name) for name in names]).empty_table())]
+    tables = [pl.DataFrame(pa.schema([schema.field(name) for name in names]).empty_table())]
     for step in token_record_steps(run):
         if update in (None, step):
             # Records may be damaged, or of an earlier version, without digests.
             with suppress(InputError):
-                found.append(read_tokens(run, step, names))
-    return pl.concat(found).unique(maintain_order=True)
+                tables.append(read_tokens(run, step, names))
+    return pl.concat(tables).unique(maintain_order=True)
 
 
 def changed_rows(recorded: pl.DataFrame, dataset: str) -> str:
@@ -202,10 +202,10 @@ def iterations_of(run: Path) -> dict[int, str]:
     """Return the dataset path of each update of a run of `rl`, according to the run's metrics."""
     metrics = read_metrics(run)
     iterations = metrics["metrics"].get("iteration", [])
-    known = zip(metrics["global_step"], iterations, strict=False)
+    pairs = zip(metrics["global_step"], iterations, strict=False)
     return {
         step: f"{run.as_posix()}/{ITERATIONS}/iteration_{int(iteration):05d}"
-        for step, iteration in known
+        for step, iteration in pairs
         if iteration is not None
     }
 
@@ -246,13 +246,13 @@ class RecordedTasks:
             InputError: See `read_tokens`.
         """
         file = token_record_path(self._run, update)
-        found = file.stat() if file.is_file() else None
-        stamp = (0, 0) if found is None else (found.st_mtime_ns, found.st_size)
-        known = self._known.get(update)
-        if known is None or known[0] != stamp:
+        status = file.stat() if file.is_file() else None
+        stamp = (0, 0) if status is None else (status.st_mtime_ns, status.st_size)
+        cached = self._known.get(update)
+        if cached is None or cached[0] != stamp:
             pairs = read_tokens(self._run, update, ["dataset", "instance_id"]).unique().rows()
-            known = self._known[update] = stamp, frozenset(pairs)
-        return known[1]
+            cached = self._known[update] = stamp, frozenset(pairs)
+        return cached[1]
 
 
 def _whole_lines(file: Path) -> list[str]:

@@ -43,10 +43,10 @@ class Run:
         directory.
         """
         folder, _, name = path.rstrip("/").rpartition("/")
-        found = self.recorded.get(absolute(path))
-        if found is None and short_name(folder) == run_files.ITERATIONS:
-            found = self.recorded.get(absolute(str(self.path / run_files.ITERATIONS / name)))
-        return found
+        number = self.recorded.get(absolute(path))
+        if number is None and short_name(folder) == run_files.ITERATIONS:
+            number = self.recorded.get(absolute(str(self.path / run_files.ITERATIONS / name)))
+        return number
 
     def records(
         self, update: int, dataset: Dataset, columns: Sequence[str] | None = None
@@ -59,10 +59,10 @@ class Run:
             InputError: See `run_files.read_tokens`.
         """
         names = None if columns is None else ["dataset", *columns]
-        found = run_files.read_tokens(self.path, update, names)
-        paths = found["dataset"].unique().to_list()
-        own = [path for path in paths if self.dataset_of(path) == dataset.number]
-        return found.filter(pl.col("dataset").is_in(own)).drop("dataset")
+        tokens = run_files.read_tokens(self.path, update, names)
+        paths = tokens["dataset"].unique().to_list()
+        of_dataset = [path for path in paths if self.dataset_of(path) == dataset.number]
+        return tokens.filter(pl.col("dataset").is_in(of_dataset)).drop("dataset")
 
     def recorded_updates(
         self, dataset: Dataset, instance_id: str, row: tuple[str, int] | None = None

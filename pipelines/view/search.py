@@ -41,7 +41,7 @@ def search(
     limit, ends = min(max(limit, 1), MAX_HITS), time.monotonic() + MAX_SECONDS
     mask = dataset.index.matching(where)
     searched = len(dataset.index) if mask is None else int(mask.sum())
-    known = {"searched": searched, **_named(dataset.index, text)}
+    facts = {"searched": searched, **_named(dataset.index, text)}
     hits: list[dict[str, Any]] = []
     for begin, end in _pieces(dataset, where, text):
         for match in _found(dataset, begin, end, text, ids):
@@ -49,10 +49,10 @@ def search(
             text_of = dataset.index.trajectories["task_text"][number]
             hits.append({**dataclasses.asdict(match), "task_text": text_of})
             if len(hits) >= limit:
-                return {"hits": hits, "complete": False, **known}
+                return {"hits": hits, "complete": False, **facts}
         if time.monotonic() > ends:
-            return {"hits": hits, "complete": False, **known}
-    return {"hits": hits, "complete": True, **known}
+            return {"hits": hits, "complete": False, **facts}
+    return {"hits": hits, "complete": True, **facts}
 
 
 def _named(index: TrajectoryIndex, text: str | None) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class Sources:
         sources = cls(tokenizer=tokenizer)
         if tokenizer is not None:
             sources.tokenizers.token_bytes(tokenizer)
-        given, tables = [], []
+        numbers, tables = [], []
         for path in dict.fromkeys(paths):
             kind = kind_of_path(path, log_format)
             if kind == "run":
@@ -89,14 +89,14 @@ class Sources:
             elif kind == "log":
                 sources._add_logs(path, log_format, is_live=is_live)
             else:
-                given.append(sources._add_dataset(path, path))
+                numbers.append(sources._add_dataset(path, path))
         if tables and not sources.datasets and not sources.runs:
             got = "a table of verdicts or row shares can be shown only with its dataset or run"
             hint = f"pass the dataset too: rollouts view DATASET {tables[0]}"
             raise InputError("view_table", tables[0], got, hint=hint)
         sources._name()
-        sources._add_tables(tables, given)
-        for number in given:
+        sources._add_tables(tables, numbers)
+        for number in numbers:
             _ = sources.datasets[number].index
         if tokenizer is not None:
             sources._warn_of_others(tokenizer)
@@ -192,9 +192,9 @@ class Sources:
         """
         if len(self.datasets) < 2:
             return None
-        own = self.datasets[number].tasks
+        tasks = self.datasets[number].tasks
         for other, dataset in reversed([*self.datasets.items()]):
-            if other != number and own.is_in(dataset.tasks.implode()).any():
+            if other != number and tasks.is_in(dataset.tasks.implode()).any():
                 return other
         return None
 
@@ -228,87 +228,87 @@ class Sources:
             for (number, run), name in zip(self.runs.items(), names, strict=True)
         }
 
-    def _add_tables(self, tables: Sequence[str], given: Sequence[str]) -> None:
+    def _add_tables(self, tables: Sequence[str], datasets: Sequence[str]) -> None:
         """Add the given tables of verdicts and row shares, and all tables in run directories."""
-        known = set()
+        in_runs = set()
         for number, run in self.runs.items():
             for folder in (AUDIT, BLAME):
                 for file in sorted((run.path / folder).glob("*.parquet")):
-                    known.add(absolute(str(file)))
+                    in_runs.add(absolute(str(file)))
                     try:
-                        self._add_table(str(file), given, number)
+                        self._add_table(str(file), datasets, number)
                     except InputError as error:
                         self.warnings.append(f"{error.sentence} It is not shown.")
         for path in tables:
-            if absolute(path) not in known:
-                self._add_table(path, given, None)
+            if absolute(path) not in in_runs:
+                self._add_table(path, datasets, None)
 
-    def _add_table(self, path: str, given: Sequence[str], run: str | None) -> None:
+    def _add_table(self, path: str, datasets: Sequence[str], run: str | None) -> None:
         kind = kind_of_table(path)
         if kind is None:
             raise InputError("readable_file", path, "the file is damaged or not Parquet")
-        for found in read_row_tables(path, kind):
+        for table in read_row_tables(path, kind):
             numbers = {
-                named: self._dataset_of(found, named, given)
-                for named in found.rows["dataset"].unique(maintain_order=True).to_list()
+                named: self._dataset_of(table, named, datasets)
+                for named in table.rows["dataset"].unique(maintain_order=True).to_list()
             }
             dataset = pl.col("dataset").replace_strict(numbers, return_dtype=pl.String)
-            rows = found.rows.with_columns(dataset)
+            rows = table.rows.with_columns(dataset)
             shown = {number: rows.filter(dataset=number) for number in numbers.values() if number}
             if kind == "verdicts":
-                for number, own in shown.items():
+                for number, part in shown.items():
                     before = self.datasets[number].verdicts
-                    both = own if before is None else pl.concat([before, own])
+                    both = part if before is None else pl.concat([before, part])
                     self.datasets[number].verdicts = both
             else:
-                self._add_shares(found, rows, shown, run or self._run_of(found))
+                self._add_shares(table, rows, shown, run or self._run_of(table))
 
     def _add_shares(
-        self, found: RowTable, rows: pl.DataFrame, shown: dict[str, pl.DataFrame], run: str | None
+        self, table: RowTable, rows: pl.DataFrame, shown: dict[str, pl.DataFrame], run: str | None
     ) -> None:
-        assert found.update is not None
-        name = column = f"{SHARE}{found.update}"
+        assert table.update is not None
+        name = column = f"{SHARE}{table.update}"
         taken = {one.column for one in self.shares.values()}
         again = 1
         while column in taken:
             again += 1
             column = f"{name}_{again}"
         self.shares[f"s{len(self.shares)}"] = Shares(
-            name=found.name, path=found.path, run=run, update=found.update, column=column, rows=rows
+            name=table.name, path=table.path, run=run, update=table.update, column=column, rows=rows
         )
-        for number, own in shown.items():
-            self.datasets[number].shares[column] = own
+        for number, part in shown.items():
+            self.datasets[number].shares[column] = part
 
-    def _run_of(self, found: RowTable) -> str | None:
+    def _run_of(self, table: RowTable) -> str | None:
         """Return the id of the run recorded in a table of row shares; None if it is not open."""
-        assert found.run is not None
+        assert table.run is not None
         for number, run in self.runs.items():
-            if absolute(str(run.path)) == absolute(found.run):
+            if absolute(str(run.path)) == absolute(table.run):
                 return number
         named = [
-            n for n, run in self.runs.items() if short_name(str(run.path)) == short_name(found.run)
+            n for n, run in self.runs.items() if short_name(str(run.path)) == short_name(table.run)
         ]
-        if len(named) == 1 and not Path(found.run).exists():  # it was moved
+        if len(named) == 1 and not Path(table.run).exists():  # it was moved
             return named[0]
         if self.runs:
             self.warnings.append(
-                f"{found.name}: its row shares belong to the run {found.run}, which is not open."
+                f"{table.name}: its row shares belong to the run {table.run}, which is not open."
             )
         return None
 
-    def _dataset_of(self, found: RowTable, named: str, given: Sequence[str]) -> str | None:
+    def _dataset_of(self, table: RowTable, named: str, datasets: Sequence[str]) -> str | None:
         """Find the open dataset that has all rows of a table; None if none or several have them."""
         exact = [n for n, one in self.datasets.items() if absolute(one.path) == absolute(named)]
         tried = exact or [
             number for run in self.runs.values() if (number := run.dataset_of(named)) is not None
         ]
-        if not tried and found.rows["dataset"].n_unique() == 1 and not Path(named).exists():
-            tried = list(given)  # the dataset was moved
-        differences = {number: self._difference(found, named, number) for number in tried}
+        if not tried and table.rows["dataset"].n_unique() == 1 and not Path(named).exists():
+            tried = list(datasets)  # the dataset was moved
+        differences = {number: self._difference(table, named, number) for number in tried}
         same = [number for number, difference in differences.items() if not difference]
         if len(same) == 1:
             return same[0]
-        start = f"{found.name}: its {count(len(found.of_dataset(named)), 'row')} about {named}"
+        start = f"{table.name}: its {count(len(table.of_dataset(named)), 'row')} about {named}"
         if not tried:
             reason = "that dataset is not open"
         elif same:
@@ -321,15 +321,15 @@ class Sources:
         self.warnings.append(f"{start} are not shown because {reason}.")
         return None
 
-    def _difference(self, found: RowTable, named: str, number: str) -> str:
+    def _difference(self, table: RowTable, named: str, number: str) -> str:
         try:
-            return found.difference(named, self.datasets[number].path)
+            return table.difference(named, self.datasets[number].path)
         except InputError as error:
             return error.sentence.removesuffix(".")
 
     def _add_dataset(self, name: str, path: str) -> str:
-        for number, known in self.datasets.items():
-            if absolute(known.path) == absolute(path):
+        for number, dataset in self.datasets.items():
+            if absolute(dataset.path) == absolute(path):
                 return number
         number = f"d{len(self.datasets)}"
         self.datasets[number] = Dataset(
@@ -409,7 +409,7 @@ class Sources:
         ]
 
     def _warn_of_others(self, tokenizer: str) -> None:
-        for dataset in (each for each in self.datasets.values() if not each.is_log):
+        for dataset in (one for one in self.datasets.values() if not one.is_log):
             metadata = read_metadata(dataset.path)
             if is_other_tokenizer(tokenizer, metadata):
                 text = about_other_tokenizer(tokenizer, metadata)

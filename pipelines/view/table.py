@@ -41,11 +41,11 @@ def window(
     """
     mask = index.matching(where)
     if sort is None:
-        kept = np.arange(len(index)) if mask is None else np.flatnonzero(mask)
+        chosen = np.arange(len(index)) if mask is None else np.flatnonzero(mask)
     else:
         order = index.order(sort, descending=descending)
-        kept = order if mask is None else order[mask[order]]
-    shown = kept[offset : offset + min(limit, MAX_LIMIT)]
+        chosen = order if mask is None else order[mask[order]]
+    shown = chosen[offset : offset + min(limit, MAX_LIMIT)]
     whole = index.trajectories
     empty = [one.name for one in whole if one.null_count() == len(one) > 0]
     if whole[TASK].equals(whole["instance_id"]):
@@ -55,7 +55,7 @@ def window(
     mean = facts["return"].fill_nan(None).mean()
     return arrow_response(
         lines,
-        total=len(kept),
+        total=len(chosen),
         all=len(index),
         failed=len(facts) - facts["error"].null_count(),
         mean_return=mean if isinstance(mean, float) else math.nan,
@@ -81,17 +81,17 @@ def _of_numbers(values: pl.Series, mask: BoolArray | None, bins: int) -> dict[st
     Numbers are compared with the edges without rounding, so the filter `x >= edge AND x < next`
     selects exactly the numbers of a bin, even integers that float64 cannot represent.
     """
-    is_known = known = values.is_not_null().to_numpy()
+    is_known = is_finite = values.is_not_null().to_numpy()
     if values.dtype.is_float():
-        known = known & values.is_finite().fill_null(value=False).to_numpy()
-    kept = np.True_ if mask is None else mask
+        is_finite = is_finite & values.is_finite().fill_null(value=False).to_numpy()
+    is_chosen = np.True_ if mask is None else mask
     left_out = {
-        "nulls": int((~is_known & kept).sum()),
-        "not_finite": int((is_known & ~known & kept).sum()),
+        "nulls": int((~is_known & is_chosen).sum()),
+        "not_finite": int((is_known & ~is_finite & is_chosen).sum()),
     }
-    if not known.any():
+    if not is_finite.any():
         return {"edges": [], "counts": [], "counts_all": [], **left_out}
-    numbers = values.filter(pl.Series(known))
+    numbers = values.filter(pl.Series(is_finite))
     edges = _edges(numbers, bins)
     between = pl.Series(edges[1:-1], dtype=pl.Float64)
     if values.dtype.is_float():
@@ -100,10 +100,10 @@ def _of_numbers(values: pl.Series, mask: BoolArray | None, bins: int) -> dict[st
         between = between.ceil().cast(values.dtype)
     place = between.search_sorted(numbers.to_numpy(), side="right").to_numpy()
     num = max(len(edges) - 1, 1)
-    inside = known if mask is None else known & mask
+    inside = is_finite if mask is None else is_finite & mask
     return {
         "edges": edges,
-        "counts": np.bincount(place[inside[known]], minlength=num).tolist(),
+        "counts": np.bincount(place[inside[is_finite]], minlength=num).tolist(),
         "counts_all": np.bincount(place, minlength=num).tolist(),
         **left_out,
     }
@@ -124,8 +124,8 @@ def _edges(numbers: pl.Series, bins: int) -> list[float]:
     edges[0], edges[-1] = low, high
     if numbers.dtype == pl.Float32:
         edges = edges.astype(np.float32).astype(np.float64)
-    found: list[float] = np.unique(edges).tolist()
-    return found
+    distinct: list[float] = np.unique(edges).tolist()
+    return distinct
 
 
 def _of_values(values: pl.Series, mask: BoolArray | None) -> dict[str, Any]:
@@ -152,26 +152,26 @@ def _of_values(values: pl.Series, mask: BoolArray | None) -> dict[str, Any]:
 
 def diff(a: Dataset, b: Dataset, where: str | None) -> Response:
     """Return one line per task (`task_instance_id`) that both datasets contain; `where` filters their trajectories."""
-    left, right = _tasks(a, where), _tasks(b, where)
-    both = left.join(right, on=TASK, how="inner", suffix="_b", maintain_order="left")
+    tasks_a, right = _tasks(a, where), _tasks(b, where)
+    both = tasks_a.join(right, on=TASK, how="inner", suffix="_b", maintain_order="left")
     names = ("num", "return", "solved", "response_tokens")
     ordered = both.select(
         TASK,
         *(e for n in names for e in (pl.col(n).alias(f"{n}_a"), pl.col(f"{n}_b"))),
     )
-    return arrow_response(ordered, only_a=len(left) - len(both), only_b=len(right) - len(both))
+    return arrow_response(ordered, only_a=len(tasks_a) - len(both), only_b=len(right) - len(both))
 
 
 def pairs(a: Dataset, b: Dataset, task: str) -> dict[str, Any]:
     """Pair the attempts at a task by visit and repetition_id; those without a counterpart are left out."""
-    left, right = _attempts(a, task), _attempts(b, task)
-    found = []
-    for repetition, (number, name, value) in left.items():
+    attempts_a, right = _attempts(a, task), _attempts(b, task)
+    paired = []
+    for repetition, (number, name, value) in attempts_a.items():
         if repetition not in right:
             continue
         other, other_name, other_value = right[repetition]
         parts_at = parted(a, number)(b, other)
-        found.append(
+        paired.append(
             {
                 "trajectory_a": name,
                 "trajectory_b": other_name,
@@ -180,15 +180,15 @@ def pairs(a: Dataset, b: Dataset, task: str) -> dict[str, Any]:
                 "parts_at": parts_at,
             }
         )
-    return {"pairs": found}
+    return {"pairs": paired}
 
 
 def _tasks(dataset: Dataset, where: str | None) -> pl.DataFrame:
     index = dataset.index
     mask, lines = index.matching(where), index.trajectories
-    kept = lines if mask is None else lines.filter(pl.Series(mask))
+    chosen = lines if mask is None else lines.filter(pl.Series(mask))
     value = pl.col("return").fill_nan(None)
-    return kept.group_by(TASK, maintain_order=True).agg(
+    return chosen.group_by(TASK, maintain_order=True).agg(
         pl.len().cast(pl.Int32).alias("num"),
         value.mean(),
         (value > 0).sum().cast(pl.Int32).alias("solved"),

@@ -19,10 +19,10 @@ def add_starts(table: pa.Table, starts: dict[str, str | None]) -> None:
     frame = to_frame({"instance_id": table.column("instance_id"), "step": first_steps(table)})
     begun = frame.with_row_index("row").sort("step", maintain_order=True)
     begun = begun.unique("instance_id", keep="first").sort("row")
-    said = table.column("messages") if "messages" in table.column_names else None
+    messages = table.column("messages") if "messages" in table.column_names else None
     for row, name, _ in begun.rows():
         if name not in starts:
-            starts[name] = None if said is None else task_start(said[row].as_py())
+            starts[name] = None if messages is None else task_start(messages[row].as_py())
 
 
 def first_steps(table: pa.Table) -> pa.ChunkedArray:

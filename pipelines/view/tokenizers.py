@@ -57,8 +57,8 @@ class Tokenizers:
 
 
 def _found(name: str | None, fingerprint: str | None, model: str | None) -> Found:
-    own = DatasetMetadata(tokenizer=name, tokenizer_fingerprint=fingerprint)
-    directory = remembered_tokenizer(own)
+    of_dataset = DatasetMetadata(tokenizer=name, tokenizer_fingerprint=fingerprint)
+    directory = remembered_tokenizer(of_dataset)
     if directory is not None:
         return Found(directory)
     reason = _missing(name, fingerprint)
@@ -131,14 +131,14 @@ class _Fast:
 
 def _special_tokens(directory: Path) -> set[str]:
     """Return the special tokens named in a tokenizer's settings, such as `eos_token`."""
-    found = set()
+    texts = set()
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         if not (directory / name).is_file():
             continue
         settings = json.loads(read_input(directory / name))
         more = settings.get("additional_special_tokens") or []
-        given = [value for key, value in settings.items() if key.endswith("_token")]
-        for token in (*given, *more):
+        single = [value for key, value in settings.items() if key.endswith("_token")]
+        for token in (*single, *more):
             text = token.get("content") if isinstance(token, dict) else token
-            found |= {text} if isinstance(text, str) else set()
-    return found
+            texts |= {text} if isinstance(text, str) else set()
+    return texts

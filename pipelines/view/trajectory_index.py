@@ -103,13 +103,13 @@ class TrajectoryIndex:
             add_starts(table, texts)
             calls.append(_calls(table))
             if "segments" in table.column_names:
-                own = [name for name in _RETURN_COLUMNS if name in table.column_names]
-                found = _returns(table.select(own), outcome)
-                returns.append(found.with_columns(cut_texts(found["error"]).alias("error")))
+                present = [name for name in _RETURN_COLUMNS if name in table.column_names]
+                folded = _returns(table.select(present), outcome)
+                returns.append(folded.with_columns(cut_texts(folded["error"]).alias("error")))
         rows = pl.concat(parts).rechunk()
-        found = pl.concat(returns) if returns else _returns(rows, outcome)
+        folded = pl.concat(returns) if returns else _returns(rows, outcome)
         starts = _starts(rows)
-        trajectories = _trajectories(rows, found, starts, texts)
+        trajectories = _trajectories(rows, folded, starts, texts)
         trajectories = trajectories.with_columns(pl.concat(calls) if calls else ())
         return cls(
             path=path, rows=rows, trajectories=trajectories, starts=starts, cut=frozenset(cut)
@@ -271,11 +271,11 @@ class TrajectoryIndex:
     def _rows_with(self, used: set[str]) -> pl.DataFrame | None:
         """Return the rows with indexed and computed columns; None if a column is only on disk."""
         names = self._stored_names
-        known = [n for n in self.rows.columns if n in names and n not in self.cut | LENGTHS]
-        on_disk = (used & names).difference(known) | (used & COMPUTED.keys()) - _IN_MEMORY
+        indexed = [n for n in self.rows.columns if n in names and n not in self.cut | LENGTHS]
+        on_disk = (used & names).difference(indexed) | (used & COMPUTED.keys()) - _IN_MEMORY
         if on_disk.difference(self.added):
             return None
-        return self.rows.select(known).with_columns(self._computed(used - names))
+        return self.rows.select(indexed).with_columns(self._computed(used - names))
 
     def _stored_with(self, used: set[str]) -> pl.LazyFrame:
         """Scan the rows on disk, plus added columns in `used`."""
@@ -339,7 +339,7 @@ def by_numbers(condition: pl.Expr) -> tuple[pl.Expr, list[str]]:
         >>> by_numbers(over)[1]
         ['instance_id']
     """
-    found: list[str] = []
+    columns: list[str] = []
 
     def replaced(node: Any) -> Any:
         if isinstance(node, list):
@@ -350,15 +350,15 @@ def by_numbers(condition: pl.Expr) -> tuple[pl.Expr, list[str]]:
         for key in _PARTITIONED & copy.keys():
             for by in copy[key].get("partition_by") or ():
                 if isinstance(by, dict) and by.get("Column") in _NUMBERED:
-                    found.append(by["Column"])
+                    columns.append(by["Column"])
                     by["Column"] = f"{_NUMBER}{by['Column']}"
         return copy
 
     try:
         tree = replaced(json.loads(condition.meta.serialize(format="json")))
-        if found:
+        if columns:
             text = io.StringIO(json.dumps(tree))
-            return pl.Expr.deserialize(text, format="json"), list(dict.fromkeys(found))
+            return pl.Expr.deserialize(text, format="json"), list(dict.fromkeys(columns))
     except (pl.exceptions.PolarsError, ValueError, TypeError, AttributeError, RecursionError):
         pass  # other versions of Polars may serialise expressions differently
     return condition, []
@@ -413,8 +413,8 @@ def _trajectories(
     columns["agents"] = _agents(rows, starts)
     task_text = pl.col("instance_id").replace_strict(texts, return_dtype=pl.String)
     columns["task_text"] = final.select(task_text).to_series()
-    own = [n for n in final.columns if n not in COLUMN_BY_NAME and n not in LENGTHS]
-    columns |= {name: final[name] for name in own if name not in columns}
+    user_names = [n for n in final.columns if n not in COLUMN_BY_NAME and n not in LENGTHS]
+    columns |= {name: final[name] for name in user_names if name not in columns}
     return pl.DataFrame(columns)
 
 

@@ -91,9 +91,9 @@ def _flat(records: pl.DataFrame) -> pl.DataFrame:
         .alias(name)
         for name, kind in records.select(lists).schema.items()
     ]
-    kept = records.with_columns(filled).filter(sizes > 0)
+    filled_records = records.with_columns(filled).filter(sizes > 0)
     positions = pl.int_ranges(0, pl.col("loss_mask").list.len()).alias("position")
-    flat = kept.with_columns(positions).explode(*lists, "position")
+    flat = filled_records.with_columns(positions).explode(*lists, "position")
     return flat.with_columns(pl.col("position").cast(pl.Int32))
 
 
@@ -104,7 +104,7 @@ def _column(frame: pl.DataFrame, name: str, kind: pl.DataType | type[pl.DataType
 def _sampler_logprobs(sources: Sources, run: Run, records: pl.DataFrame) -> pl.Series:
     """Read the sampler's log-probability of each response token, in the order of the records."""
     sizes = records["loss_mask"].list.len().to_list()
-    found: list[pa.Array] = [pa.nulls(size, pa.float32()) for size in sizes]
+    values_of: list[pa.Array] = [pa.nulls(size, pa.float32()) for size in sizes]
     for path, part in records.select("record", *KEYS).group_by("dataset"):
         number = run.dataset_of(str(path[0]))
         if number is None:
@@ -127,8 +127,10 @@ def _sampler_logprobs(sources: Sources, run: Run, records: pl.DataFrame) -> pl.S
         lists = dataset.reader.take(rows, ["rollout_logprobs"]).column(0)
         for (_, record), values in zip(places, lists, strict=True):
             if values.is_valid and len(values.values) == sizes[record]:
-                found[record] = values.values
-    flat = pa.concat_arrays([part for part in found if len(part)] or [pa.nulls(0, pa.float32())])
+                values_of[record] = values.values
+    flat = pa.concat_arrays(
+        [part for part in values_of if len(part)] or [pa.nulls(0, pa.float32())]
+    )
     series = pl.from_arrow(flat)
     assert isinstance(series, pl.Series)
     return series.alias("sampler")

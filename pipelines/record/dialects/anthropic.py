@@ -123,30 +123,30 @@ class MessagesShape(msgspec.Struct):
 _DECODER = msgspec.json.Decoder(MessagesRequest)
 
 
-def request_to_chat(asked: MessagesRequest, path: str) -> Fields:
+def request_to_chat(request: MessagesRequest, path: str) -> Fields:
     """Translate a request to a chat completion.
 
     Raises:
         InputError: `dialect`: the request needs a tool of the API, or a part that engines cannot
             read; any error of the converters.
     """
-    messages = anthropic.messages(asked.messages, f"{path}, messages")
-    system = _system(asked.system, path)
+    messages = anthropic.messages(request.messages, f"{path}, messages")
+    system = _system(request.system, path)
     if system:
         messages.insert(0, {"role": "system", "content": system})
     messages = engine_messages(one_system(messages), path)
     chat: Fields = {
-        "model": asked.model,
+        "model": request.model,
         "messages": messages,
-        "max_tokens": asked.max_tokens,
-        "stop": asked.stop_sequences or None,
-        "temperature": asked.temperature,
-        "top_p": asked.top_p,
-        "top_k": asked.top_k,
-        **_tools(asked, path),
-        **_thinking(asked),
+        "max_tokens": request.max_tokens,
+        "stop": request.stop_sequences or None,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
+        **_tools(request, path),
+        **_thinking(request),
     }
-    if asked.stream:
+    if request.stream:
         chat |= {"stream": True, "stream_options": {"include_usage": True}}
     if messages and messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
         chat |= {"add_generation_prompt": False, "continue_final_message": True}
@@ -156,7 +156,7 @@ def request_to_chat(asked: MessagesRequest, path: str) -> Fields:
 def _system(raw: msgspec.Raw, path: str) -> str:
     system = msgspec.json.decode(raw)
     if isinstance(system, list):
-        system = [each for each in system if not _is_billing(each)]
+        system = [block for block in system if not _is_billing(block)]
     return anthropic.system_prompt(system, f"{path}, system") if system else ""
 
 
@@ -164,44 +164,44 @@ def _is_billing(block: Any) -> bool:
     return isinstance(block, Mapping) and str(block.get("text", "")).startswith(_BILLING)
 
 
-def _tools(asked: MessagesRequest, path: str) -> Fields:
-    if asked.mcp_servers:
+def _tools(request: MessagesRequest, path: str) -> Fields:
+    if request.mcp_servers:
         raise inexpressible(path, "`mcp_servers`, whose tools the API calls itself,")
-    for tool in asked.tools or ():
+    for tool in request.tools or ():
         if tool.get("type") not in (None, "custom"):
             raise inexpressible(path, f"the tool {tool['type']!r}, which is defined by the API,")
-    tools = anthropic.tools(asked.tools)
-    if tools is None or len(tools) != len(asked.tools or ()):
-        if asked.tools:
+    tools = anthropic.tools(request.tools)
+    if tools is None or len(tools) != len(request.tools or ()):
+        if request.tools:
             raise InputError("record_type", path, "a tool without a name", "a name and a schema")
         return {}
-    made: Fields = {"tools": tools}
-    choice = asked.tool_choice
+    fields: Fields = {"tools": tools}
+    choice = request.tool_choice
     if choice is not None and choice.type == "tool":
         if not choice.name:
             raise InputError("record_type", path, "tool_choice without a name", "a tool's name")
-        made["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+        fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
     elif choice is not None:
         if choice.type not in _CHOICES:
             raise InputError("record_type", path, f"tool_choice {choice.type!r}", "auto or any")
-        made["tool_choice"] = _CHOICES[choice.type]
+        fields["tool_choice"] = _CHOICES[choice.type]
     if choice is not None and choice.disable_parallel_tool_use:
-        made["parallel_tool_calls"] = False
-    return made
+        fields["parallel_tool_calls"] = False
+    return fields
 
 
-def _thinking(asked: MessagesRequest) -> Fields:
-    made: Fields = {}
-    if asked.thinking is not None and asked.thinking.type == "disabled":
-        made["chat_template_kwargs"] = {"enable_thinking": False}
-    output = asked.output_config or _Output()
+def _thinking(request: MessagesRequest) -> Fields:
+    fields: Fields = {}
+    if request.thinking is not None and request.thinking.type == "disabled":
+        fields["chat_template_kwargs"] = {"enable_thinking": False}
+    output = request.output_config or _Output()
     if output.effort is not None:
-        made["reasoning_effort"] = _EFFORTS.get(output.effort, "high")
-    form = output.format or asked.output_format
+        fields["reasoning_effort"] = _EFFORTS.get(output.effort, "high")
+    form = output.format or request.output_format
     if form is not None and form.schema is not None:
         schema = {"name": "answer", "schema": form.schema}
-        made["response_format"] = {"type": "json_schema", "json_schema": schema}
-    return made
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return fields
 
 
 def _block(block: Block) -> Fields:
@@ -302,14 +302,14 @@ class MessagesCall(DialectCall):
     """A call to `POST /v1/messages` or `/v1/messages/count_tokens`."""
 
     def __init__(self, body: bytes, path: str, query: Mapping[str, str]) -> None:  # noqa: ARG002
-        asked = decoded(_DECODER, body, path)
-        if not asked.messages:
+        request = decoded(_DECODER, body, path)
+        if not request.messages:
             raise InputError("record_type", path, "no messages", "at least one message")
-        if asked.max_tokens is None and not path.endswith("/count_tokens"):
+        if request.max_tokens is None and not path.endswith("/count_tokens"):
             raise InputError("record_type", path, "no `max_tokens`", "`max_tokens`")
-        self.model, self.is_stream = asked.model, bool(asked.stream)
-        self.chat: dict[str, Any] = request_to_chat(asked, path)
-        self.session = _session_of((asked.metadata or _Metadata()).user_id or "")
+        self.model, self.is_stream = request.model, bool(request.stream)
+        self.chat: dict[str, Any] = request_to_chat(request, path)
+        self.session = _session_of((request.metadata or _Metadata()).user_id or "")
 
     def answer(self, chat: Chat) -> Fields:
         """See `DialectCall.answer`."""
@@ -334,9 +334,9 @@ class MessagesCall(DialectCall):
 
 def _session_of(user_id: str) -> str | None:
     """Return the session in the user's id that Claude Code sends: in a text, or in an object."""
-    found = _SESSION.search(user_id)
-    if found is not None:
-        return found[1]
+    match = _SESSION.search(user_id)
+    if match is not None:
+        return match[1]
     try:
         value = msgspec.json.decode(user_id)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):

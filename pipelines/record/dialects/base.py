@@ -187,10 +187,10 @@ class Blocks:
         for choice in chat.choices[:1]:
             piece = choice.delta or choice.message or Piece()
             yield from self._more("thought", piece.reasoning or piece.reasoning_content)
-            told = (choice.logprobs and choice.logprobs.content) or []
+            logprobs = (choice.logprobs and choice.logprobs.content) or []
             if choice.message is not None:  # they are those of thoughts and calls too
-                told = _of_text(told, piece.content or "")
-            yield from self._more("text", piece.content, told)
+                logprobs = _of_text(logprobs, piece.content or "")
+            yield from self._more("text", piece.content, logprobs)
             for index, call in enumerate(piece.tool_calls or ()):
                 number = call.index if call.index is not None else index
                 yield from self._call(number, call, call.function or _Function())
@@ -217,8 +217,8 @@ class Blocks:
             if not function.name or (number <= self._call_index and not is_other):
                 got = f"pieces of tool call {number} after it ended, or before it has a name"
                 raise EngineError("engine_answer", "engine", got)
-            made = call.id or f"call_{self.id.removeprefix('chatcmpl-')}_{len(self.all)}"
-            yield from self._begin(Block("call", id=made, name=function.name))
+            call_id = call.id or f"call_{self.id.removeprefix('chatcmpl-')}_{len(self.all)}"
+            yield from self._begin(Block("call", id=call_id, name=function.name))
             self._call_index = number
         if function.arguments:
             yield self._add(function.arguments)
@@ -389,14 +389,14 @@ def one_system(messages: Iterable[Message]) -> list[Message]:
 
     Many chat templates reject a system message that is not the first one.
     """
-    made: list[Message] = []
+    joined: list[Message] = []
     for message in messages:
-        is_system, last = message["role"] == "system", made[-1] if made else None
-        if is_system and last is not None and len(made) == 1 and last["role"] == "system":
+        is_system, last = message["role"] == "system", joined[-1] if joined else None
+        if is_system and last is not None and len(joined) == 1 and last["role"] == "system":
             extend(last, message)
         else:
-            made.append(message | {"role": "user"} if is_system and made else dict(message))
-    return made
+            joined.append(message | {"role": "user"} if is_system and joined else dict(message))
+    return joined
 
 
 def arguments_of(block: Block) -> Any:

@@ -137,24 +137,24 @@ _TEXT = frozenset({"text", "thought", "thoughtSignature"})
 _WANTED_TEXT = (None, "text/plain", "text/x.enum")
 
 
-def request_to_chat(asked: GeminiRequest, model: str, path: str) -> Fields:
+def request_to_chat(request: GeminiRequest, model: str, path: str) -> Fields:
     """Translate a request to a chat completion.
 
     Raises:
         InputError: `dialect`: the request needs a tool of the API, several candidates, or a part
             that engines cannot read; any error of the converters.
     """
-    if asked.cached_content:
+    if request.cached_content:
         raise inexpressible(path, "`cachedContent`, which the API stores,")
-    messages = gemini.messages(_joined(asked.contents), f"{path}, contents")
-    given = msgspec.json.decode(asked.system_instruction)
-    parts = given.get("parts") if isinstance(given, Mapping) else None
+    messages = gemini.messages(_joined(request.contents), f"{path}, contents")
+    instruction = msgspec.json.decode(request.system_instruction)
+    parts = instruction.get("parts") if isinstance(instruction, Mapping) else None
     if any("text" not in part for part in parts or () if isinstance(part, Mapping)):
         raise inexpressible(path, "a system instruction with other parts than text")
-    system = gemini.system_prompt(given, f"{path}, systemInstruction")
+    system = gemini.system_prompt(instruction, f"{path}, systemInstruction")
     if system:
         messages.insert(0, {"role": "system", "content": system})
-    config = asked.generation_config or _Config()
+    config = request.generation_config or _Config()
     return known(
         {
             "model": model,
@@ -169,7 +169,7 @@ def request_to_chat(asked: GeminiRequest, model: str, path: str) -> Fields:
             "frequency_penalty": config.frequency_penalty,
             **_output(config, path),
             **_thinking(config.thinking_config or _Thinking()),
-            **_tools(asked, path),
+            **_tools(request, path),
         }
     )
 
@@ -179,21 +179,21 @@ def _joined(contents: list[msgspec.Raw]) -> list[Any]:
 
     Clients keep the pieces of a stream as contents of their own; the model wrote one text.
     """
-    made: list[Any] = []
+    joined: list[Any] = []
     for raw in contents:
         try:
-            own = _OWN.decode(raw)
+            content = _OWN.decode(raw)
         except msgspec.MsgspecError:
-            made.append(raw)  # the converter reads other shapes, or says what is wrong
+            joined.append(raw)  # the converter reads other shapes, or says what is wrong
             continue
-        if own.role != "model" or own.parts is None:
-            made.append(raw)
+        if content.role != "model" or content.parts is None:
+            joined.append(raw)
             continue
-        if not (made and isinstance(made[-1], dict)):
-            made.append({"role": "model", "parts": []})
-        for part in own.parts:
-            _add(made[-1]["parts"], part)
-    return made
+        if not (joined and isinstance(joined[-1], dict)):
+            joined.append({"role": "model", "parts": []})
+        for part in content.parts:
+            _add(joined[-1]["parts"], part)
+    return joined
 
 
 def _add(parts: list[Any], part: dict[str, Any]) -> None:
@@ -201,7 +201,7 @@ def _add(parts: list[Any], part: dict[str, Any]) -> None:
     last = parts[-1] if parts else {}
     is_text = "text" in part and part.keys() <= _TEXT
     if is_text and "text" in last and last.keys() <= _TEXT and _kind(last) == _kind(part):
-        texts = [msgspec.json.decode(each["text"]) for each in (last, part)]
+        texts = [msgspec.json.decode(one["text"]) for one in (last, part)]
         if all(isinstance(text, str) for text in texts):
             parts[-1] = last | {"text": msgspec.Raw(msgspec.json.encode("".join(texts)))}
             return
@@ -235,26 +235,26 @@ def _output(config: _Config, path: str) -> Fields:
 
 
 def _thinking(thinking: _Thinking) -> Fields:
-    made: Fields = {"reasoning_effort": _EFFORTS.get((thinking.thinking_level or "").upper())}
+    fields: Fields = {"reasoning_effort": _EFFORTS.get((thinking.thinking_level or "").upper())}
     if thinking.thinking_budget == 0:
-        made["chat_template_kwargs"] = {"enable_thinking": False}
-    return made
+        fields["chat_template_kwargs"] = {"enable_thinking": False}
+    return fields
 
 
-def _tools(asked: GeminiRequest, path: str) -> Fields:
-    for tool in asked.tools or ():
+def _tools(request: GeminiRequest, path: str) -> Fields:
+    for tool in request.tools or ():
         other = [name for name, value in tool.items() if value is not None]
         other = [name for name in other if name != "functionDeclarations"]
         if other:
             raise inexpressible(path, f"the tool {other[0]!r}, which is defined by the API,")
-    tools = gemini.tools(asked.tools)
+    tools = gemini.tools(request.tools)
     if tools is None:
         return {}
     for tool in tools:
         function = tool["function"]
         if "parameters" in function:
             function["parameters"] = json_schema(function["parameters"])
-    config = asked.tool_config or _ToolConfig()
+    config = request.tool_config or _ToolConfig()
     calling = config.function_calling_config or _Calling()
     mode, names = calling.mode or "AUTO", set(calling.allowed_function_names or ())
     if mode not in {*_MODES, "MODE_UNSPECIFIED"}:
@@ -292,24 +292,24 @@ class _Answer:
         """Return an answer with some parts."""
         content: Fields = {"parts": parts, "role": "model"}
         candidate: Fields = {"content": content, "index": 0}
-        made: Fields = {"candidates": [candidate]}
+        answer: Fields = {"candidates": [candidate]}
         if is_last:
             finish = self.blocks.finish_reason or "stop"
             candidate["finishReason"] = _STOPS.get(finish, "OTHER")
-            made["usageMetadata"] = _usage(self.blocks.usage)
+            answer["usageMetadata"] = _usage(self.blocks.usage)
         name = self.blocks.id.removeprefix("chatcmpl-")
-        return made | {"modelVersion": self._model, "responseId": name}
+        return answer | {"modelVersion": self._model, "responseId": name}
 
 
 def _usage(usage: Usage) -> Fields:
-    made = {
+    counts = {
         "promptTokenCount": usage.prompt_tokens,
         "candidatesTokenCount": usage.num_sampled - usage.num_thought,
         "totalTokenCount": usage.prompt_tokens + usage.num_sampled,
         "cachedContentTokenCount": usage.num_cached or None,
         "thoughtsTokenCount": usage.num_thought or None,
     }
-    return known(made)
+    return known(counts)
 
 
 class StreamTranslator(Stream):
@@ -364,22 +364,22 @@ class GeminiCall(DialectCall):
     """A call to a method of a model."""
 
     def __init__(self, body: bytes, path: str, query: Mapping[str, str]) -> None:
-        found = _PATH.search(path)
-        name, method = (unquote(found[1]), found[2]) if found else ("", "")
-        asked = decoded(_DECODER, camel(body), path)
-        inner = asked.generate_content_request if method == _COUNT else None
-        asked = inner or asked
-        if not asked.contents:
+        match = _PATH.search(path)
+        name, method = (unquote(match[1]), match[2]) if match else ("", "")
+        request = decoded(_DECODER, camel(body), path)
+        inner = request.generate_content_request if method == _COUNT else None
+        request = inner or request
+        if not request.contents:
             raise InputError("record_type", path, "no `contents`", "at least one content")
         self.model, self.is_stream = name, method == _STREAM
-        self.chat: Fields = request_to_chat(asked, name, path)
+        self.chat: Fields = request_to_chat(request, name, path)
         if self.is_stream:
             self.chat |= {"stream": True, "stream_options": {"include_usage": True}}
         is_sse = query.get("alt") == "sse"
         if not is_sse:
             self.media_type = "application/json; charset=utf-8"
         self._framing = _Framing(is_sse=is_sse)
-        thinking = (asked.generation_config or _Config()).thinking_config
+        thinking = (request.generation_config or _Config()).thinking_config
         self._shows_thoughts = bool(thinking and thinking.include_thoughts)
 
     def _answer(self) -> _Answer:

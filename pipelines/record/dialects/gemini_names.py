@@ -43,14 +43,16 @@ def camel(body: bytes) -> bytes:
 
 def _camel(value: Any) -> Any:
     if isinstance(value, list):
-        return [_camel(each) for each in value]
+        return [_camel(inner) for inner in value]
     if not isinstance(value, Mapping):
         return value
-    named = {_WORD.sub(lambda found: found[1].upper(), name): each for name, each in value.items()}
-    return {name: each if name in _OPAQUE else _camel(each) for name, each in named.items()}
+    named = {
+        _WORD.sub(lambda match: match[1].upper(), name): inner for name, inner in value.items()
+    }
+    return {name: inner if name in _OPAQUE else _camel(inner) for name, inner in named.items()}
 
 
-def json_schema(given: Any) -> Any:
+def json_schema(schema: Any) -> Any:
     """Return a schema as JSON Schema: types in lower case, null as a type, numbers as numbers.
 
     Example:
@@ -59,20 +61,24 @@ def json_schema(given: Any) -> Any:
         ... )
         {'type': 'object', 'properties': {'n': {'type': ['number', 'null']}}}
     """
-    if isinstance(given, list):
-        return [json_schema(each) for each in given]
-    if not isinstance(given, Mapping):
-        return given
-    made = {name: each for name, each in given.items() if name != "nullable"}
-    kind = made.get("type")
+    if isinstance(schema, list):
+        return [json_schema(inner) for inner in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    converted = {name: inner for name, inner in schema.items() if name != "nullable"}
+    kind = converted.get("type")
     if isinstance(kind, str):
-        made["type"] = [kind.lower(), "null"] if given.get("nullable") is True else kind.lower()
+        converted["type"] = (
+            [kind.lower(), "null"] if schema.get("nullable") is True else kind.lower()
+        )
     for name in _SCHEMAS:
-        if name in made:
-            made[name] = json_schema(made[name])
-    if isinstance(made.get("properties"), Mapping):
-        made["properties"] = {name: json_schema(each) for name, each in made["properties"].items()}
+        if name in converted:
+            converted[name] = json_schema(converted[name])
+    if isinstance(converted.get("properties"), Mapping):
+        converted["properties"] = {
+            name: json_schema(inner) for name, inner in converted["properties"].items()
+        }
     for name in _NUMBERS:
-        if isinstance(made.get(name), str) and made[name].isdecimal():
-            made[name] = int(made[name])
-    return made
+        if isinstance(converted.get(name), str) and converted[name].isdecimal():
+            converted[name] = int(converted[name])
+    return converted

@@ -74,10 +74,10 @@ class _Answer:
         fields: Fields of the request that the response repeats.
     """
 
-    def __init__(self, asked: ResponsesRequest, fields: Fields) -> None:
-        self._model, self._fields = asked.model, fields
-        self._tools = named_tools(asked.tools)
-        self.has_summaries = bool(asked.reasoning and asked.reasoning.summary)
+    def __init__(self, request: ResponsesRequest, fields: Fields) -> None:
+        self._model, self._fields = request.model, fields
+        self._tools = named_tools(request.tools)
+        self.has_summaries = bool(request.reasoning and request.reasoning.summary)
         self.blocks = Blocks()
 
     def response(self, status: str, *, is_done: bool) -> Fields:
@@ -136,8 +136,8 @@ class _Answer:
             return {"id": f"rs_{name}", "type": "reasoning", "status": status, **texts}
         if block.kind == "text":
             content = [] if is_new else [self.part(block)]
-            said = {"role": "assistant", "content": content}
-            return {"id": f"msg_{name}", "type": "message", "status": status, **said}
+            content_fields = {"role": "assistant", "content": content}
+            return {"id": f"msg_{name}", "type": "message", "status": status, **content_fields}
         tool = self.tool(block)
         about = known({"call_id": block.id, "name": tool.name, "namespace": tool.namespace})
         text = "" if is_new else self.input(block)
@@ -239,26 +239,26 @@ class StreamTranslator(Stream):
         names = self._names(block)
         index = {} if names.number is None else {names.number: 0}
         if step.said == "begin":
-            made = self._event("response.output_item.added", output_index=step.at, item=item)
+            events = self._event("response.output_item.added", output_index=step.at, item=item)
             if names.part is not None:
                 part = answer.part(block, is_new=True)
-                made += self._event(f"{names.part}.added", **place, **index, part=part)
-            return made
+                events += self._event(f"{names.part}.added", **place, **index, part=part)
+            return events
         if step.said == "more":
             if not names.is_streamed:
                 return b""
             return self._delta(step.text, names, place | index, step.logprobs)
         text = block.text if block.kind != "call" else answer.input(block)
-        made = b"" if names.is_streamed else self._delta(text, names, place | index)
-        told: Fields = {names.field: text}
+        events = b"" if names.is_streamed else self._delta(text, names, place | index)
+        fields: Fields = {names.field: text}
         if names.has_logprobs:
-            told["logprobs"] = block.logprobs
+            fields["logprobs"] = block.logprobs
         if names.field == "arguments":
-            told["name"] = item["name"]
-        made += self._event(f"{names.text}.done", **place, **index, **told)
+            fields["name"] = item["name"]
+        events += self._event(f"{names.text}.done", **place, **index, **fields)
         if names.part is not None:
-            made += self._event(f"{names.part}.done", **place, **index, part=answer.part(block))
-        return made + self._event("response.output_item.done", output_index=step.at, item=item)
+            events += self._event(f"{names.part}.done", **place, **index, part=answer.part(block))
+        return events + self._event("response.output_item.done", output_index=step.at, item=item)
 
     def _delta(
         self, text: str, names: _Names, place: Fields, logprobs: Sequence[Fields] = ()
@@ -278,15 +278,15 @@ class ResponsesCall(DialectCall):
     """A call to `POST /v1/responses` or `/v1/responses/input_tokens`."""
 
     def __init__(self, body: bytes, path: str, query: Mapping[str, str]) -> None:  # noqa: ARG002
-        asked = decoded(_DECODER, body, path)
-        if not asked.input:
+        request = decoded(_DECODER, body, path)
+        if not request.input:
             raise InputError("record_type", path, "no `input`", "a text, or at least one item")
-        self._asked, self._fields = asked, decoded(_FIELDS, body, path)
-        self.model, self.is_stream = asked.model, bool(asked.stream)
+        self._asked, self._fields = request, decoded(_FIELDS, body, path)
+        self.model, self.is_stream = request.model, bool(request.stream)
         with noted() as notes:
-            self.chat: Fields = request_to_chat(asked, path)
+            self.chat: Fields = request_to_chat(request, path)
         self.num_hidden_thoughts = notes[ENCRYPTED_THOUGHTS]
-        key = asked.prompt_cache_key or ""  # other clients share one key among conversations
+        key = request.prompt_cache_key or ""  # other clients share one key among conversations
         self.session = key if _UUID.fullmatch(key) else None
 
     def answer(self, chat: Chat) -> Fields:
@@ -316,15 +316,15 @@ class ResponsesCall(DialectCall):
         return sse(error | {"sequence_number": 0}, "error")
 
 
-def answer_of_chat(chat: Chat, asked: ResponsesRequest, fields: Fields) -> Fields:
+def answer_of_chat(chat: Chat, request: ResponsesRequest, fields: Fields) -> Fields:
     """Translate a chat completion to a response.
 
     Args:
         chat: The chat completion.
-        asked: The request.
+        request: The request.
         fields: All fields of the request; the response repeats some.
     """
-    answer = _Answer(asked, fields)
+    answer = _Answer(request, fields)
     for _ in answer.blocks.take(chat):
         pass
     return answer.response(answer.status, is_done=True)

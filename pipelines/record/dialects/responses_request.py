@@ -81,7 +81,7 @@ class Tool(NamedTuple):
     is_custom: bool
 
 
-def request_to_chat(asked: ResponsesRequest, path: str) -> Fields:
+def request_to_chat(request: ResponsesRequest, path: str) -> Fields:
     """Translate a request to a chat completion.
 
     Raises:
@@ -89,71 +89,73 @@ def request_to_chat(asked: ResponsesRequest, path: str) -> Fields:
             engines cannot read; any error of the converters.
     """
     for name in _STATEFUL:
-        if getattr(asked, name):
+        if getattr(request, name):
             raise inexpressible(path, f"`{name}`, which refers to what the API stores,")
-    if asked.truncation not in (None, "disabled"):
-        raise inexpressible(path, f"`truncation` {asked.truncation!r}")
-    for name in asked.include or ():
+    if request.truncation not in (None, "disabled"):
+        raise inexpressible(path, f"`truncation` {request.truncation!r}")
+    for name in request.include or ():
         if name not in _INCLUDED:
             raise inexpressible(path, f"`include` with {name!r}")
     items: list[Any] = (
-        [{"role": "user", "content": asked.input}] if isinstance(asked.input, str) else asked.input
+        [{"role": "user", "content": request.input}]
+        if isinstance(request.input, str)
+        else request.input
     )
     messages = responses.messages(items, f"{path}, input")
-    if asked.instructions:
-        messages.insert(0, {"role": "system", "content": asked.instructions})
+    if request.instructions:
+        messages.insert(0, {"role": "system", "content": request.instructions})
     chat: Fields = {
-        "model": asked.model,
+        "model": request.model,
         "messages": engine_messages(one_system(messages), path),
-        "max_tokens": asked.max_output_tokens,
-        "temperature": asked.temperature,
-        "top_p": asked.top_p,
-        "reasoning_effort": asked.reasoning.effort if asked.reasoning else None,
-        "response_format": _format(asked.text.format if asked.text else None),
-        **_tools(asked, path),
+        "max_tokens": request.max_output_tokens,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "reasoning_effort": request.reasoning.effort if request.reasoning else None,
+        "response_format": _format(request.text.format if request.text else None),
+        **_tools(request, path),
     }
-    if _LOGPROBS in (asked.include or ()):
-        chat |= {"logprobs": True, "top_logprobs": asked.top_logprobs or 0}
-    if asked.stream:
+    if _LOGPROBS in (request.include or ()):
+        chat |= {"logprobs": True, "top_logprobs": request.top_logprobs or 0}
+    if request.stream:
         chat |= {"stream": True, "stream_options": {"include_usage": True}}
     return known(chat)
 
 
-def _format(given: Mapping[str, Any] | None) -> Fields | None:
-    if given is None or given.get("type") == "text":
+def _format(form: Mapping[str, Any] | None) -> Fields | None:
+    if form is None or form.get("type") == "text":
         return None
-    if given.get("type") != "json_schema":
-        return {"type": given.get("type")}
-    schema = {name: given[name] for name in _FORMAT if name in given}
+    if form.get("type") != "json_schema":
+        return {"type": form.get("type")}
+    schema = {name: form[name] for name in _FORMAT if name in form}
     return {"type": "json_schema", "json_schema": schema}
 
 
-def _tools(asked: ResponsesRequest, path: str) -> Fields:
-    for tool in asked.tools or ():
+def _tools(request: ResponsesRequest, path: str) -> Fields:
+    for tool in request.tools or ():
         if tool.get("type") not in _CLIENTS_TOOLS:
             what = f"the tool {tool.get('type')!r}, which is defined by the API,"
             raise inexpressible(path, what)
-    tools = responses.tools(asked.tools)
+    tools = responses.tools(request.tools)
     if tools is None:
         return {}
-    made: Fields = {"tools": tools, "parallel_tool_calls": asked.parallel_tool_calls}
-    choice = asked.tool_choice
+    chat_fields: Fields = {"tools": tools, "parallel_tool_calls": request.parallel_tool_calls}
+    choice = request.tool_choice
     if isinstance(choice, Mapping):
         if choice.get("type") not in {"function", "custom"}:
             raise inexpressible(path, f"tool_choice {choice.get('type')!r}")
         choice = {"type": "function", "function": {"name": choice.get("name")}}
-    return made | {"tool_choice": choice}
+    return chat_fields | {"tool_choice": choice}
 
 
 def named_tools(tools: list[dict[str, Any]] | None) -> dict[str, Tool]:
     """Return the tools by the names under which the model knows them."""
-    found: dict[str, Tool] = {}
+    by_name: dict[str, Tool] = {}
     for tool in tools or ():
         inner = tool.get("tools")
-        for each in inner if isinstance(inner, list) else [tool]:
+        for one in inner if isinstance(inner, list) else [tool]:
             namespace = tool.get("name") if isinstance(inner, list) else None
-            for named in responses.tools([tool | {"tools": [each]} if inner else each]) or ():
-                is_custom = each.get("type") == "custom"
-                name = str(each.get("name"))
-                found[named["function"]["name"]] = Tool(name, namespace, is_custom)
-    return found
+            for named in responses.tools([tool | {"tools": [one]} if inner else one]) or ():
+                is_custom = one.get("type") == "custom"
+                name = str(one.get("name"))
+                by_name[named["function"]["name"]] = Tool(name, namespace, is_custom)
+    return by_name
