@@ -188,9 +188,9 @@ def convert(
     if options["map"] is None:
         _note_formats(options["format"])
     start_s = time.monotonic()
-    kept = f"in {_hidden(out)}, which only you can read" if redacts else "kept"
+    where = f"in {_hidden(out)}, which only you can read" if redacts else "kept"
     with (
-        going_on(lambda: f"finished work is {kept}; run the same command again to resume"),
+        going_on(lambda: f"finished work is {where}; run the same command again to resume"),
         progress_bar(_num_bytes(inputs), "B", "convert", counts="rows") as advance,
     ):
 
@@ -351,6 +351,6 @@ def _num_bytes(inputs: tuple[str, ...]) -> int:
     from rollout_io.conversion.remote import is_url
 
     local = (path for path in inputs if path != "-" and not is_url(path))
-    paths = [Path(path) for given in local for path in expanded(given)]
+    paths = [Path(path) for pattern in local for path in expanded(pattern)]
     files = [f for path in paths for f in (path.rglob("*") if path.is_dir() else [path])]
     return sum(file.stat().st_size for file in files if file.is_file())

@@ -30,8 +30,8 @@ def _selections() -> str:
     for name, target in FORMATS.items():
         names.setdefault(target.selections, []).append(name)
     clauses = (
-        f"{', '.join(found)}: {', '.join(selections)}"
-        for selections, found in names.items()
+        f"{', '.join(format_names)}: {', '.join(selections)}"
+        for selections, format_names in names.items()
         if selections
     )
     return "; ".join(clauses)

@@ -30,7 +30,7 @@ def print_matches(
     dataset: str,
     sought: str | Tokens,
     tokenizer: str | None,
-    kept: list[str] | None,
+    trajectory_ids: list[str] | None,
     limit: int,
     *,
     as_json: bool,
@@ -42,18 +42,18 @@ def print_matches(
         sought: A text, or [K] adjacent token ids.
         tokenizer: Its tokens are searched for a text. None: the dataset's; without it, the logged
             texts are searched.
-        kept: Ids of the trajectories to search; None: all.
+        trajectory_ids: Ids of the trajectories to search; None: all.
         limit: Maximum number of matches to print.
         as_json: Print them as JSON.
     """
     named = tokenizer or remembered_tokenizer(read_metadata(dataset))
     vocabulary = None if named is None else load_token_bytes(named)
-    matches = _matches(dataset, sought, vocabulary, kept)
+    matches = _matches(dataset, sought, vocabulary, trajectory_ids)
     shown = list(islice(matches, limit))
-    num_matches, found = len(shown), {match.trajectory_id for match in shown}
+    num_matches, trajectories = len(shown), {match.trajectory_id for match in shown}
     for match in matches:
         num_matches += 1
-        found.add(match.trajectory_id)
+        trajectories.add(match.trajectory_id)
     if as_json:
         emit_json([dataclasses.asdict(match) for match in shown])
     else:
@@ -63,7 +63,7 @@ def print_matches(
         note(
             "only logged messages and responses were searched; pass --tokenizer DIR for all tokens"
         )
-    total = f"{count(num_matches, 'match', 'es')} in {count(len(found), 'trajectory')}"
+    total = f"{count(num_matches, 'match', 'es')} in {count(len(trajectories), 'trajectory')}"
     note(f"{total}; the first {len(shown)} shown" if len(shown) < num_matches else total)
 
 
@@ -86,13 +86,16 @@ def ids_of(text: str) -> Tokens:
 
 
 def _matches(
-    dataset: str, sought: str | Tokens, vocabulary: TokenBytes | None, kept: list[str] | None
+    dataset: str,
+    sought: str | Tokens,
+    vocabulary: TokenBytes | None,
+    trajectory_ids: list[str] | None,
 ) -> Iterator[Match]:
     names: tuple[str, ...] = FOUND_COLUMNS
     if isinstance(sought, str) and vocabulary is None:
         present = scan(dataset).collect_schema().names()
         names = tuple(name for name in TEXT_COLUMNS if name in present)
-    chosen = None if kept is None else pl.Series(kept, dtype=pl.String)
+    chosen = None if trajectory_ids is None else pl.Series(trajectory_ids, dtype=pl.String)
     for table in iter_tables(dataset, names, decode=False):
         searched = table if chosen is None else _only(table, chosen)
         if isinstance(sought, str) and vocabulary is None:

@@ -47,59 +47,59 @@ def formats(ctx: click.Context, inputs: tuple[str, ...], *, templates: bool, as_
         return
     from rollout_io.formats.detect import load_formats
 
-    known = load_formats()
+    installed = load_formats()
     if not inputs:
-        _list(known, as_json=as_json)
+        _list(installed, as_json=as_json)
     else:
-        note_failures(known)
-        ctx.exit(0 if _identify(inputs, known, as_json=as_json) else 1)
+        note_failures(installed)
+        ctx.exit(0 if _identify(inputs, installed, as_json=as_json) else 1)
 
 
-def note_failures(known: Formats) -> None:
+def note_failures(installed: Formats) -> None:
     """Print a warning for each format that failed to load."""
-    for name, why in known.failures.items():
+    for name, why in installed.failures.items():
         warn(f"format {name} is not available: {why}")
 
 
-def _list(known: Formats, *, as_json: bool) -> None:
+def _list(installed: Formats, *, as_json: bool) -> None:
     if as_json:
         records = [
-            {"name": n, "summary": a.summary, "error": None} for n, a in known.adapters.items()
+            {"name": n, "summary": a.summary, "error": None} for n, a in installed.adapters.items()
         ]
-        records += [{"name": n, "summary": None, "error": w} for n, w in known.failures.items()]
+        records += [{"name": n, "summary": None, "error": w} for n, w in installed.failures.items()]
         emit_json(records)
         return
-    width = max(map(len, known.adapters), default=0)
-    for name, adapter in known.adapters.items():
+    width = max(map(len, installed.adapters), default=0)
+    for name, adapter in installed.adapters.items():
         emit(f"{name:<{width}}  {adapter.summary}")
-    note_failures(known)
+    note_failures(installed)
     next_command("rollouts", "convert", "INPUT...", "--out", "DS")
 
 
-def _identify(inputs: tuple[str, ...], known: Formats, *, as_json: bool) -> bool:
+def _identify(inputs: tuple[str, ...], installed: Formats, *, as_json: bool) -> bool:
     """Print the formats of each input, and why; return True if every input matches exactly one.
 
     An input that cannot be read is reported, and the others are still identified.
     """
     from rollout_io.conversion.inputs import expanded
 
-    found = []
-    for given in inputs:
-        paths = [given]
+    answers = []
+    for pattern in inputs:
+        paths = [pattern]
         with suppress(RolloutError, OSError):  # the path is reported below
-            paths = expanded(given)
-        found += [_answer(path, known) for path in paths]
-    for answer in found:
+            paths = expanded(pattern)
+        answers += [_answer(path, installed) for path in paths]
+    for answer in answers:
         if answer.error is not None:
             show_error(answer.error)
         if not as_json and answer.line:
             emit(answer.line)
     if as_json:
-        emit_json([answer.as_json for answer in found])
-    return all(answer.error is None for answer in found)
+        emit_json([answer.as_json for answer in answers])
+    return all(answer.error is None for answer in answers)
 
 
-def _answer(path: str, known: Formats) -> _Answer:
+def _answer(path: str, installed: Formats) -> _Answer:
     """Identify an input as `rollouts convert` does."""
     from rollout_io.conversion.opened_logs import AUTO, open_log
     from rollout_io.formats.detect import matches
@@ -109,16 +109,16 @@ def _answer(path: str, known: Formats) -> _Answer:
             opened = open_log([path], AUTO, Path(spool), skips=True)
         except RolloutError as error:
             file = Path(path)
-            found = matches(file, known.adapters) if file.is_file() else []
-            names = [match.format for match in found if match.is_best]
-            return _Answer(path, dict.fromkeys(names, 1), found, error=error)
+            candidates = matches(file, installed.adapters) if file.is_file() else []
+            names = [match.format for match in candidates if match.is_best]
+            return _Answer(path, dict.fromkeys(names, 1), candidates, error=error)
         except OSError as error:
             got = (error.strerror or type(error).__name__).lower()
             return _Answer(path, error=InputError("file", str(error.filename or path), got))
         sizes = {log.format: len(log.inputs) for log in opened.logs}
-        if Path(path).is_dir() and [given.name for given in opened.inputs] != [path]:
+        if Path(path).is_dir() and [one.name for one in opened.inputs] != [path]:
             return _Answer(path, sizes, num_skipped=len(opened.left))
-        return _Answer(path, sizes, matches(opened.inputs[0].path, known.adapters))
+        return _Answer(path, sizes, matches(opened.inputs[0].path, installed.adapters))
 
 
 @dataclass(frozen=True)
@@ -146,9 +146,9 @@ class _Answer:
             return f"{self.path}: no known format" if is_unknown else ""
         if self.num_skipped is None:
             return f"{self.path}: {' or '.join(self.formats)}{_why(self.matches)}"
-        each = ", ".join(f"{n} ({count(size, 'log')})" for n, size in self.formats.items())
+        listed = ", ".join(f"{n} ({count(size, 'log')})" for n, size in self.formats.items())
         skipped = f"; {count(self.num_skipped, 'entry')} skipped" if self.num_skipped else ""
-        return f"{self.path}: {each}{skipped}"
+        return f"{self.path}: {listed}{skipped}"
 
     @property
     def as_json(self) -> dict[str, object]:
@@ -163,7 +163,7 @@ class _Answer:
         }
 
 
-def _as_json(found: Sequence[Match]) -> list[dict[str, object]]:
+def _as_json(matches: Sequence[Match]) -> list[dict[str, object]]:
     return [
         {
             "format": match.format,
@@ -171,14 +171,14 @@ def _as_json(found: Sequence[Match]) -> list[dict[str, object]]:
             "num_keys": match.coverage and match.coverage.num_keys,
             "unknown": list(match.coverage.unknown) if match.coverage else [],
         }
-        for match in found
+        for match in matches
     ]
 
 
-def _why(found: Sequence[Match]) -> str:
+def _why(matches: Sequence[Match]) -> str:
     """Return how many keys of the first records each format knows, and which it does not know."""
     texts = []
-    for match in found:
+    for match in matches:
         if match.coverage is None or not match.coverage.num_keys:
             continue
         text = f"{match.coverage.num_known:,} of {count(match.coverage.num_keys, 'key')} known"

@@ -95,11 +95,13 @@ def inspect(
         if text and ids:
             raise click.UsageError("--find and --find-ids exclude each other.")
         chosen = where is not None or trajectory is not None
-        kept = candidates(dataset, open_dataset(dataset), where, trajectory) if chosen else None
-        if trajectory is not None and kept is not None:
-            kept = [known(trajectory, kept)]
+        trajectory_ids = (
+            candidates(dataset, open_dataset(dataset), where, trajectory) if chosen else None
+        )
+        if trajectory is not None and trajectory_ids is not None:
+            trajectory_ids = [known(trajectory, trajectory_ids)]
         sought = text if text else ids_of(ids or "")
-        print_matches(dataset, sought, tokenizer, kept, limit, as_json=as_json)
+        print_matches(dataset, sought, tokenizer, trajectory_ids, limit, as_json=as_json)
         return
     decode = own_decoder(dataset) if tokenizer is None else load_decoder(tokenizer)
     frame = open_dataset(dataset)
@@ -129,9 +131,9 @@ def inspect(
             note(_WITHOUT_TOKENIZER)
     for view in views:
         emit_styled(render(view, color=color) + "\n")
-    found = f"{len(views)} of {count(len(matching_ids), 'trajectory')} shown"
+    shown_text = f"{len(views)} of {count(len(matching_ids), 'trajectory')} shown"
     note(
-        found
+        shown_text
         if matching_ids
         else f"no trajectory matches: {where}"
         if where
@@ -161,8 +163,8 @@ def candidates(
         ids = frame.select("trajectory_id").unique(maintain_order=True).collect()
     else:
         condition, place = TrajectoryCondition.parse(where, dataset), f"--where {where!r}"
-        found = evaluate(frame, condition, dataset_outcome(dataset), place)
-        ids = found.filter(decided(found, condition, place))
+        values = evaluate(frame, condition, dataset_outcome(dataset), place)
+        ids = values.filter(decided(values, condition, place))
     return list(ids["trajectory_id"])
 
 

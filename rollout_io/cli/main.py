@@ -55,17 +55,17 @@ class Verbs(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of the verbs."""
-        known = {name: index for index, name in enumerate(ORDER)}
-        return sorted(_registered(ctx), key=lambda name: (known.get(name, len(ORDER)), name))
+        ranks = {name: index for index, name in enumerate(ORDER)}
+        return sorted(_registered(ctx), key=lambda name: (ranks.get(name, len(ORDER)), name))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the verbs in sections."""
         names = self.list_commands(ctx)
         others = tuple(name for name in names if name not in ORDER)
         for title, verbs in {**SECTIONS, "Of other packages": others}.items():
-            found = [(name, self.get_command(ctx, name)) for name in verbs if name in names]
+            commands = [(name, self.get_command(ctx, name)) for name in verbs if name in names]
             if lines := [
-                (name, command.get_short_help_str(100)) for name, command in found if command
+                (name, command.get_short_help_str(100)) for name, command in commands if command
             ]:
                 with formatter.section(title):
                     formatter.write_dl(lines, col_max=_WIDEST_VERB)
@@ -145,10 +145,10 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit; SIGTERM triggers the same cleanup as an interrupt."""
     open_standard_streams()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    given = list(sys.argv[1:] if args is None else args)
-    if given and given[0] in _TOKENIZING:
+    arguments = list(sys.argv[1:] if args is None else args)
+    if arguments and arguments[0] in _TOKENIZING:
         keep_torch_out_of_transformers()
-    sys.exit(run(given))
+    sys.exit(run(arguments))
 
 
 def run(args: Sequence[str] | None = None) -> int:
@@ -159,8 +159,10 @@ def run(args: Sequence[str] | None = None) -> int:
 
 def _run(args: Sequence[str] | None) -> int:
     try:
-        given = list(sys.argv[1:] if args is None else args)
-        result = rollouts.main(given, prog_name="rollouts", standalone_mode=False, obj=given)
+        arguments = list(sys.argv[1:] if args is None else args)
+        result = rollouts.main(
+            arguments, prog_name="rollouts", standalone_mode=False, obj=arguments
+        )
         sys.stdout.flush()
     except click.exceptions.Abort:
         return 130
@@ -257,13 +259,13 @@ _QUIET = "Hide notes and progress; warnings and errors are still printed."
 
 def with_common_options(command: click.Command) -> click.Command:
     """Add the common options to a command, unless it already has them."""
-    known = {name for param in command.params for name in param.opts}
+    options = {name for param in command.params for name in param.opts}
     for param in command.params:
-        if "--out" in param.opts and "-o" not in known:
+        if "--out" in param.opts and "-o" not in options:
             param.opts = ["-o", *param.opts]
-    if not known & {"-q", "--quiet"}:
+    if not options & {"-q", "--quiet"}:
         command.params.append(_flag(["-q", "--quiet"], silence, _QUIET))
-    if not known & {"-v", "--verbose"}:
+    if not options & {"-v", "--verbose"}:
         debug = partial(show_log, logging.DEBUG)
         command.params.append(_flag(["-v", "--verbose"], debug, "Also print debug messages."))
     return command

@@ -87,7 +87,7 @@ def _loggers() -> list[logging.Logger]:
 def show_log(level: int) -> None:
     """Print log messages of our packages at `level` and above to stderr."""
     for logger in _loggers():
-        if any(isinstance(known, _ToStderr) for known in logger.handlers):
+        if any(isinstance(handler, _ToStderr) for handler in logger.handlers):
             continue
         logger.addHandler(_ToStderr())
         logger.setLevel(level)

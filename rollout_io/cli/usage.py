@@ -35,10 +35,10 @@ class Number(click.FloatRange):
 
     def convert(self, value: Any, param: Any, ctx: Any) -> float:
         """Convert the text of an option."""
-        found: float = super().convert(value, param, ctx)
-        if math.isnan(found):
+        number: float = super().convert(value, param, ctx)
+        if math.isnan(number):
             self.fail("nan is not a number", param, ctx)
-        return found
+        return number
 
     def _describe_range(self) -> str:  # click writes "x<=None" where there is no bound
         return "" if self.min is None and self.max is None else super()._describe_range()
@@ -67,8 +67,8 @@ class UnknownVerbError(HintedUsageError):
         ctx: Context of the group.
     """
 
-    def __init__(self, name: str, known: list[str], ctx: click.Context) -> None:
-        near = _closest(name, known)
+    def __init__(self, name: str, verbs: list[str], ctx: click.Context) -> None:
+        near = _closest(name, verbs)
         hint = f"did you mean {near[0]}?" if near else "run `rollouts --help` to list the verbs"
         super().__init__(f"unknown verb {name!r}", hint, ctx)
 
@@ -103,12 +103,14 @@ def _hint(error: click.ClickException, ctx: click.Context | None) -> str:
     if isinstance(error, click.NoSuchOption):
         if error.option_name in _REPLACED:
             return _REPLACED[error.option_name]
-        known = [name for param in ctx.command.params for name in param.opts if name[0] == "-"]
-        if near := _closest(error.option_name, known):
+        options = [name for param in ctx.command.params for name in param.opts if name[0] == "-"]
+        if near := _closest(error.option_name, options):
             return f"did you mean {near[0]}?"
-        if (hint := _OTHER_TOOLS.get(error.option_name)) and ("--out" in known or hint is _INPUTS):
+        if (hint := _OTHER_TOOLS.get(error.option_name)) and (
+            "--out" in options or hint is _INPUTS
+        ):
             return hint
-        if "--set" in known:
+        if "--set" in options:
             return "set a key of the configuration with --set KEY=VALUE"
     if isinstance(error, click.BadOptionUsage):
         for param in ctx.command.params:
@@ -128,22 +130,22 @@ def _value_hint(error: click.BadParameter, option: click.Option, ctx: click.Cont
     """Suggest a value of an option: the closest choice, all choices, or the option's metavar."""
     name = _name(option, ctx)
     if isinstance(option.type, click.Choice):
-        given = error.message.split("'")[1:2]
-        near = _closest(given[0], option.type.choices) if given else []
+        quoted = error.message.split("'")[1:2]
+        near = _closest(quoted[0], option.type.choices) if quoted else []
         if near:
             return f"did you mean {name} {near[0]}?"
         return f"pass one of {', '.join(option.type.choices)}"
     return f"pass {name} {option.make_metavar(ctx)}; see `{ctx.command_path} --help`"
 
 
-def _closest(name: str, known: Sequence[str]) -> list[str]:
+def _closest(name: str, names: Sequence[str]) -> list[str]:
     """Return the known name that is most similar to `name`, as a list; empty if none is similar.
 
     Dashes do not count: `--force` is not similar to `--format`.
     """
     import difflib
 
-    bare = {option.lstrip("-"): option for option in known}
+    bare = {option.lstrip("-"): option for option in names}
     return [bare[near] for near in difflib.get_close_matches(name.lstrip("-"), bare, 1, _SIMILAR)]
 
 

@@ -49,8 +49,8 @@ def validate(
     else:
         sizes = shard_sizes(dataset)
         for rule in rules:
-            found = breaches.filter(pl.col("rule") == rule["rule"])
-            emit(_text(rule, found, dataset, sizes))
+            of_rule = breaches.filter(pl.col("rule") == rule["rule"])
+            emit(_text(rule, of_rule, dataset, sizes))
         note(_verdict(dataset, breaches))
         if breaches.is_empty() and (mixed := mixed_text(dataset)):
             note(mixed)

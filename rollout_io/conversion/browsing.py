@@ -76,26 +76,26 @@ class Listing:
     @classmethod
     def of(cls, path: Path) -> Listing:
         """List a path."""
-        found = cls(path, Path(os.path.realpath(path)))
+        listing = cls(path, Path(os.path.realpath(path)))
         if path.is_dir():
-            for folder, folders, names in os.walk(path, onerror=found._unlisted):
+            for folder, folders, names in os.walk(path, onerror=listing._unlisted):
                 folders[:] = [name for name in folders if not name.startswith(".")]
                 for name in (*names, *folders):
-                    found._add(Path(folder) / name)
-            if not found.files and not found.refused:
+                    listing._add(Path(folder) / name)
+            if not listing.files and not listing.refused:
                 raise InputError("input_file", str(path), "the directory contains no files")
         else:
-            found._add(path)
-        return found
+            listing._add(path)
+        return listing
 
     def was_replaced(self, path: Path) -> bool:
         """True if a listed file is shorter, or was written without growing, since it was listed."""
-        known = self._known.get(path)
-        if known is None or not path.is_file():
+        listed = self._known.get(path)
+        if listed is None or not path.is_file():
             return False
-        found = path.stat()
-        is_same = (found.st_size, found.st_mtime) == (known.num_bytes, known.modified)
-        return found.st_size <= known.num_bytes and not is_same
+        status = path.stat()
+        is_same = (status.st_size, status.st_mtime) == (listed.num_bytes, listed.modified)
+        return status.st_size <= listed.num_bytes and not is_same
 
     @cached_property
     def _known(self) -> dict[Path, LogFile]:
@@ -164,11 +164,11 @@ def open_listed(
     named = [str(listing.path)]
     opened = open_log(named, format_name, spool, ignored, skips=True, tell=refuse)
     for log in opened.logs:
-        for given in [given for given in log.inputs if given.path.is_dir()]:
-            links = [path for path in listing.refused if path.is_relative_to(given.path)]
+        for entry in [entry for entry in log.inputs if entry.path.is_dir()]:
+            links = [path for path in listing.refused if path.is_relative_to(entry.path)]
             if links:  # an adapter would read them
-                refuse(given.name, listing.refused[links[0]].at(given.name))
-                log.inputs.remove(given)
+                refuse(entry.name, listing.refused[links[0]].at(entry.name))
+                log.inputs.remove(entry)
     return opened._replace(logs=[log for log in opened.logs if log.inputs])
 
 
@@ -210,9 +210,9 @@ def read_opened(
         progress("find", min(done, total), total)
 
     with _reading(listing, None):
-        found = (log.find(advance, spool) for log in opened.logs)
-        plans = plan_logs(found, {})[0] if opened.logs else []
-    rejected = [each for planned in plans for each in planned.rejected]
+        items = (log.find(advance, spool) for log in opened.logs)
+        plans = plan_logs(items, {})[0] if opened.logs else []
+    rejected = [one for planned in plans for one in planned.rejected]
     yield Read("", {}, pa.table({}), [*opened.unused, *rejected], {})
     num_runs, num_read = sum(planned.num_runs for planned in plans), 0
     for log, planned in zip(opened.logs, plans, strict=True):
@@ -268,7 +268,7 @@ def reread(
                 tables.append(read.table.filter(pc.equal(ids, trajectory_id)))
     if not any(table.num_rows for table in tables):
         if rejected:
-            raise min(rejected, key=lambda each: each.error.rule == INCOMPLETE).error
+            raise min(rejected, key=lambda one: one.error.rule == INCOMPLETE).error
         where = run.places[0].where if run.places else trajectory_id
         raise InputError("input_file", where, CHANGED, "", AGAIN)
     return pa.concat_tables(tables, promote_options="permissive")
@@ -284,10 +284,10 @@ def rejected_rows(
     """
     prefix = f"{str(listing.path).rstrip('/')}/"
     shown: dict[tuple[Path, str], tuple[Rejected, int]] = {}
-    for each in rejected:
-        if each.error.rule != INCOMPLETE:
-            key = each.place.path, each.error.sentence
-            first, number = shown.get(key, (each, 0))
+    for one in rejected:
+        if one.error.rule != INCOMPLETE:
+            key = one.place.path, one.error.sentence
+            first, number = shown.get(key, (one, 0))
             shown[key] = first, number + 1
     for place, error, _ in (first for first, _ in shown.values()):
         name = place.where.removeprefix(prefix)
@@ -320,8 +320,8 @@ def _sound(part: RunRows, rejected: list[Rejected]) -> pa.Table:
 
 def _by_id(part: RunRows) -> dict[str, Run]:
     ids = pc.unique(part.table.column("trajectory_id")).to_pylist() if part.table.num_rows else []
-    own = {f"{run.instance_id}_{run.repetition_id}": run for run in part.runs}
-    return {name: own.get(name, part.runs[0]) for name in ids}
+    runs = {f"{run.instance_id}_{run.repetition_id}": run for run in part.runs}
+    return {name: runs.get(name, part.runs[0]) for name in ids}
 
 
 def _sum(notes: Mapping[str, Mapping[str, int]]) -> Counter[str]:

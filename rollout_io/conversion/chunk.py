@@ -107,10 +107,10 @@ class Report:
         self.trajectory_ids |= names
 
 
-def _with_columns(known: pa.Schema, table: pa.Table, where: str) -> pa.Schema:
+def _with_columns(columns: pa.Schema, table: pa.Table, where: str) -> pa.Schema:
     """Add the columns of a document to the columns of earlier documents."""
     try:
-        return pa.unify_schemas([known, table.schema], promote_options="permissive")
+        return pa.unify_schemas([columns, table.schema], promote_options="permissive")
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         got = f"a column has a different type than in an earlier document: {error}"
         hint = "give the column one type in all documents, or convert them separately"
@@ -146,12 +146,12 @@ def convert_chunk(
                 if settings.adapter.is_table and table.num_rows:
                     try:
                         where = part.runs[0].places[0].where
-                        known = _with_columns(columns, table, where)
+                        widened = _with_columns(columns, table, where)
                         report.take_names(table, where)
                     except RolloutError as error:
                         broken += of_run(part.runs[0], error)
                         continue
-                    columns = known
+                    columns = widened
                 if table.num_rows:
                     report.summary.add(table, reader.compared, reader.notes)
                     writer.write(table)
@@ -216,7 +216,7 @@ class Settings:
 
     def __reduce__(self) -> tuple[Callable[..., Settings], tuple[dict[str, Any]]]:
         """Be sent with the name of the format alone: decoders cannot be sent to other processes."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         return _received, (values | {"adapter": None},)
 
 
@@ -288,8 +288,8 @@ class Reader:
                             )
                         if settings.strict:
                             refuse_unread(notes, run)
-                        given = self.outcomes.get((run.instance_id, run.repetition_id))
-                        settled = settle(run, logged, steps, given, options.reward)
+                        outcome = self.outcomes.get((run.instance_id, run.repetition_id))
+                        settled = settle(run, logged, steps, outcome, options.reward)
                     tokenizer = settings.tokenizer
                     if tokenizer is not None and check_decoded(settled.steps, tokenizer):
                         self.compared.add(settled.trajectory_id)
@@ -313,10 +313,10 @@ class Reader:
 
 
 def other_routing(
-    where: str, shape: tuple[int, ...], known: tuple[int, ...] | None
+    where: str, shape: tuple[int, ...], earlier: tuple[int, ...] | None
 ) -> InvariantError:
     """Return the error for routing that has a different shape than in earlier calls."""
-    got, before = (f"{layers} layers, top {topk}" for layers, topk in (shape, known or shape))
+    got, before = (f"{layers} layers, top {topk}" for layers, topk in (shape, earlier or shape))
     message = f"{where}: the routing has {got}, but earlier calls have {before}"
     hint = "convert the logs of each model to a separate dataset"
     return InvariantError("routing_shape", where, got, before, hint, message=message)
@@ -361,8 +361,8 @@ def _fault(run: Run, settled: Settled, error: Exception) -> RolloutError:
 def sound(part: RunRows, rejected: list[Rejected], vocab_size: int | None) -> pa.Table:
     """Move trajectories that break a named invariant to `rejected`, and return the remaining rows."""
     runs, table = part
-    found = Checker(vocab_size).check(table)
-    breaches = found.filter(pl.col("severity") == "error") if len(found) else found
+    report = Checker(vocab_size).check(table)
+    breaches = report.filter(pl.col("severity") == "error") if len(report) else report
     if not len(breaches):
         return table
     names = table.column("trajectory_id")
@@ -383,19 +383,19 @@ def sound(part: RunRows, rejected: list[Rejected], vocab_size: int | None) -> pa
 
 def in_order(rejected: Iterable[Rejected], inputs: Sequence[Input]) -> list[Rejected]:
     """Sort records by log, in the order of the command line, then by position in the log."""
-    ranks = {given.path: rank for rank, given in enumerate(inputs)}
+    ranks = {place.path: rank for rank, place in enumerate(inputs)}
 
     @lru_cache
     def key(path: Path) -> tuple[Any, ...]:
-        given = next((p for p in (path, *path.parents) if p in ranks), None)
-        return ranks[given] if given else len(ranks), natural_key(str(path))
+        place = next((p for p in (path, *path.parents) if p in ranks), None)
+        return ranks[place] if place else len(ranks), natural_key(str(path))
 
     return sorted(rejected, key=lambda r: (key(r.place.path), r.place.offset or 0))
 
 
 def causes_first(rejected: Iterable[Rejected], inputs: Sequence[Input]) -> list[Rejected]:
     """Sort records in the order of the logs; those with errors caused by other errors come last."""
-    return sorted(in_order(rejected, inputs), key=lambda each: each.error.rule == INCOMPLETE)
+    return sorted(in_order(rejected, inputs), key=lambda one: one.error.rule == INCOMPLETE)
 
 
 def _breach(breach: dict[str, Any], where: str) -> RolloutError:

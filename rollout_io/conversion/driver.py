@@ -173,21 +173,21 @@ def convert(
         whole, every = chunks_of(plans, outcomes, chunk_bytes, settings[0].metadata, staging)
         for chunk in every:
             chunk.record = record_of(identity, None if chunk.index else planned)
-        reports = {i: Report.decode(found) for i, found in staging.resume(whole).items()}
+        reports = {i: Report.decode(content) for i, content in staging.resume(whole).items()}
         num_resumed = len(reports)
-        for i, known in reports.items():
-            known.rejected = [_located(rejected, spool) for rejected in known.rejected]
-            report(every[i].num_bytes, known.summary.num_rows)
+        for i, resumed in reports.items():
+            resumed.rejected = [_located(rejected, spool) for rejected in resumed.rejected]
+            report(every[i].num_bytes, resumed.summary.num_rows)
             if recorded is not None:
-                recorded.restore(known.joined or {"used": (), "alone": ()})
+                recorded.restore(resumed.joined or {"used": (), "alone": ()})
         missing = [chunk for chunk in every if chunk.index not in reports]
         in_process = report if workers == Workers() else None
         work = partial(convert_chunk, logs=settings, progress=in_process)
-        for number, made in stack.enter_context(closing(pool.map(work, missing))):
+        for number, converted in stack.enter_context(closing(pool.map(work, missing))):
             if in_process is None:
-                report(missing[number].num_bytes, made.summary.num_rows)
-            staging.finish_chunk(missing[number].index, made.encode())
-            reports[missing[number].index] = made
+                report(missing[number].num_bytes, converted.summary.num_rows)
+            staging.finish_chunk(missing[number].index, converted.encode())
+            reports[missing[number].index] = converted
         refuse_changed(sources.versions)
         results = [reports[i] for i in range(len(every))]
         summary = _conclude(staging, sources, plans, planned, results)
@@ -224,8 +224,8 @@ def read_log(inputs: PathLike | Sequence[PathLike], **keywords: Unpack[Keywords]
         plans, outcomes = sources.plan(lambda _num_bytes: None)
         rejected = [rejected for planned in plans for rejected in planned.rejected]
         tables = []
-        each = sources.settings(plans, recorded)
-        for settings, planned in zip(each, plans, strict=True):
+        settings_list = sources.settings(plans, recorded)
+        for settings, planned in zip(settings_list, plans, strict=True):
             reader = Reader(settings, outcomes, rejected)
             vocab_size = settings.metadata.vocab_size
             tables += [sound(part, rejected, vocab_size) for part in reader.parts(planned.runs)]
@@ -233,7 +233,7 @@ def read_log(inputs: PathLike | Sequence[PathLike], **keywords: Unpack[Keywords]
         if rejected:
             sources.fail(rejected, plans)
     table = pa.concat_tables(tables, promote_options="permissive")
-    return table.replace_schema_metadata(each[0].metadata.encode("full"))
+    return table.replace_schema_metadata(settings_list[0].metadata.encode("full"))
 
 
 def _checked(keywords: Keywords) -> Choices:
@@ -285,9 +285,9 @@ class _Sources:
     def plan(self, progress: Callable[[int], object]) -> tuple[list[Plan], Mapping[Key, Outcome]]:
         """Find, name and order the runs of all logs; return a plan for each, and the outcomes."""
         named = {} if self.rewards is None else read_rewards(*self.rewards)
-        found = (log.find(progress, self.spool) for log in self.opened.logs)
+        items = (log.find(progress, self.spool) for log in self.opened.logs)
         with without_collector():
-            plans, outcomes = plan_logs(found, named, self.choices.group_by)
+            plans, outcomes = plan_logs(items, named, self.choices.group_by)
         plans[-1].rejected += self.opened.unused
         refuse_nothing(plans, self.opened.inputs)
         return plans, outcomes
@@ -303,17 +303,17 @@ class _Sources:
     ) -> NoReturn:
         """Raise the first error of rejected records; see `rejections.fail`."""
         num_runs = sum(planned.num_runs for planned in plans)
-        found = causes_first(rejected, self.opened.inputs)
-        rejections.fail(found, num_runs, self.opened.noun, num_usable=num_usable)
+        ordered = causes_first(rejected, self.opened.inputs)
+        rejections.fail(ordered, num_runs, self.opened.noun, num_usable=num_usable)
 
 
 def _facts(metadata: DatasetMetadata) -> dict[str, Any]:
     """Return the facts about the logs by name; with several formats, names include the format."""
-    found: dict[str, Any] = {MODELS: list(metadata.models)} if metadata.models else {}
-    for made in metadata.made_by:
-        mark = f" ({made['format']})" if len(metadata.made_by) > 1 else ""
-        found |= {f"{name}{mark}": v for name, v in made.items() if name not in _OF_INPUTS}
-    return found
+    facts: dict[str, Any] = {MODELS: list(metadata.models)} if metadata.models else {}
+    for step in metadata.made_by:
+        mark = f" ({step['format']})" if len(metadata.made_by) > 1 else ""
+        facts |= {f"{name}{mark}": v for name, v in step.items() if name not in _OF_INPUTS}
+    return facts
 
 
 def _in_background(work: Callable[[], T]) -> Future[T]:
@@ -360,7 +360,7 @@ def _conclude(
     """Write the rejected records, or raise their first error; return the total counts."""
     opened = sources.opened
     _refuse_mixtures(reports, opened.logs, plans)
-    names = ", ".join(given.name for given in opened.inputs)
+    names = ", ".join(log.name for log in opened.inputs)
     refuse_mixed_types([s for i in range(len(reports)) for s in staging.shards(i)], names)
     rejected = [r for planned in plans for r in planned.rejected]
     rejected += [r for report in reports for r in report.rejected]
@@ -375,7 +375,7 @@ def _conclude(
     else:
         staging.remove_rejected()
     if not summary.num_rows:
-        errors = [each.error for each in causes_first(rejected, opened.inputs)]
+        errors = [one.error for one in causes_first(rejected, opened.inputs)]
         raise _nothing_usable(staging.where, errors, summary)
     return summary
 
@@ -383,8 +383,8 @@ def _conclude(
 def _refuse_mixtures(reports: Sequence[Report], logs: Sequence[Log], plans: Sequence[Plan]) -> None:
     first = {
         f"{run.instance_id}_{run.repetition_id}": run.places[0].where
-        for log, made in zip(logs, plans, strict=True)
-        for run in made.runs
+        for log, planned in zip(logs, plans, strict=True)
+        for run in planned.runs
         if run.places and not log.adapter.is_table
     }
     for report in reports:
@@ -394,8 +394,8 @@ def _refuse_mixtures(reports: Sequence[Report], logs: Sequence[Log], plans: Sequ
             first[name] = where
     routings = {report.routing for report in reports} - {None}
     if len(routings) > 1:
-        known, other, *_ = sorted(r for r in routings if r is not None)
-        raise other_routing("the logs", other, known)
+        first_shape, other, *_ = sorted(r for r in routings if r is not None)
+        raise other_routing("the logs", other, first_shape)
 
 
 def _nothing_usable(where: str, errors: Sequence[RolloutError], summary: Summary) -> NothingUsable:

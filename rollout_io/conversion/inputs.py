@@ -58,28 +58,32 @@ def open_inputs(
     input (`-`) and pipes are saved there. What is `ignored` is skipped when a directory is searched. If
     `tell` is given, errors of files inside directories are passed to it instead of raised.
     """
-    found: list[Input] = []
+    inputs: list[Input] = []
     unread: list[str] = []
-    for left in spool.glob("*"):  # left by a conversion that was killed
-        shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+    for remnant in spool.glob("*"):  # left by a conversion that was killed
+        shutil.rmtree(
+            remnant
+        ) if remnant.is_dir() and not remnant.is_symlink() else remnant.unlink()
     skipped = {_real(path) for path in ignored}
-    for path, is_matched in ((path, path != given) for given in paths for path in expanded(given)):
-        given = Path(path)
-        above = {_real(given), *(_real(given).parents if is_matched else ())}
+    for path, is_matched in (
+        (path, path != source) for source in paths for path in expanded(source)
+    ):
+        source = Path(path)
+        above = {_real(source), *(_real(source).parents if is_matched else ())}
         if path != STDIN and above & skipped:
             continue
         if tell is None:
-            for file in (given, *(given.rglob("*") if given.is_dir() else ())):
+            for file in (source, *(source.rglob("*") if source.is_dir() else ())):
                 if (error := odd_name(file)) is not None:
                     raise error
         is_remote = is_url(path) and path.endswith("/")
         if is_remote:
             with writable(str(spool)):
-                given = copy_directory(path, spool, ignored)
-        if path != STDIN and given.is_dir():
+                source = copy_directory(path, spool, ignored)
+        if path != STDIN and source.is_dir():
             outside = set[Path]() if is_remote else skipped
-            search = _Directories(formats_of, outside, _real(given))
-            inside = search.logs_in(given)
+            search = _Directories(formats_of, outside, _real(source))
+            inside = search.logs_in(source)
             unread += map(str, search.unread)
             if not inside and (is_remote or not is_matched):
                 raise InputError("input_file", path, "the directory contains no files")
@@ -88,16 +92,16 @@ def open_inputs(
                 with told(str(log), tell):
                     is_log = log.is_dir()
                     logs.append(Input(str(log), log) if is_log else open_file(str(log), spool))
-            found += [log._replace(name=url_of(log.name, spool)) for log in logs]
+            inputs += [log._replace(name=url_of(log.name, spool)) for log in logs]
         else:
-            found.append(open_file(path, spool))
-    if not found:
+            inputs.append(open_file(path, spool))
+    if not inputs:
         got, hint = "the pattern matches no log", "check the path"
         if any(_real(Path(path)) in skipped for path in paths):
             got = "the log is also named as the rewards file, or as the output"
             hint = "pass the logs as arguments, and another file to --rewards and --out"
         raise InputError("input_file", ", ".join(paths), got, "", hint)
-    return _without_repeated(found, tell), sorted(set(unread), key=natural_key)
+    return _without_repeated(inputs, tell), sorted(set(unread), key=natural_key)
 
 
 def expanded(path: str) -> list[str]:
@@ -110,7 +114,7 @@ def expanded(path: str) -> list[str]:
     if not is_url(path):
         if os.path.lexists(path):
             return [path]
-        found = glob(path, recursive=True)  # noqa: PTH207 - `Path.glob` takes no absolute pattern
+        names = glob(path, recursive=True)  # noqa: PTH207 - `Path.glob` takes no absolute pattern
     elif path.startswith(WEB):
         return [path]  # web servers do not list files
     else:
@@ -120,23 +124,23 @@ def expanded(path: str) -> list[str]:
                 return [path]
             if location.fs.isdir(location.path):
                 is_empty = not location.fs.find(location.path)
-                found = [] if is_empty else [path.rstrip("/") + "/"]
+                names = [] if is_empty else [path.rstrip("/") + "/"]
             elif not has_magic(path):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
             else:
                 matched = location.fs.glob(location.path, detail=True)
-                found = [
+                names = [
                     str(location.fs.unstrip_protocol(name))
                     + "/" * (about["type"] == "directory" and not name.endswith("/"))
                     for name, about in matched.items()
                 ]
-    if not found:
+    if not names:
         got, hint = "no file matches the pattern", "check the path; `**` matches any depth"
         if not has_magic(path):
             got, hint = "the directory contains no files", "check the URL"
         raise InputError("input_file", path, got, "", hint)
-    covered = {parent for name in found for parent in Path(name).parents} & set(map(Path, found))
-    tops = [n for n in found if not covered & set(Path(n).parents)]
+    covered = {parent for name in names for parent in Path(name).parents} & set(map(Path, names))
+    tops = [n for n in names if not covered & set(Path(n).parents)]
     return sorted(tops, key=natural_key)
 
 
@@ -166,10 +170,10 @@ class _Directories:
             return []
         formats = set(self.formats_of(directory))
         if formats:
-            found = [directory, *self._others_in(directory, formats)]
+            paths = [directory, *self._others_in(directory, formats)]
         else:
-            found = [path for child in self._children(directory) for path in self._below(child)]
-        return sorted(found, key=lambda path: natural_key(str(path)))
+            paths = [path for child in self._children(directory) for path in self._below(child)]
+        return sorted(paths, key=lambda path: natural_key(str(path)))
 
     def _below(self, path: Path) -> list[Path]:
         if path.is_file():
@@ -200,11 +204,11 @@ class _Directories:
         several runs may also contain files of other tools.
         """
         children = {path: set(self.formats_of(path)) for path in self._children(directory)}
-        has_runs = any(found and path.is_dir() for path, found in children.items())
-        for path, found in children.items():
-            if found and not found & formats:
+        has_runs = any(names and path.is_dir() for path, names in children.items())
+        for path, names in children.items():
+            if names and not names & formats:
                 yield from self._below(path)
-            elif has_runs and not found:
+            elif has_runs and not names:
                 yield from self._strays_in(path)
 
     def _strays_in(self, path: Path) -> Iterator[Path]:
@@ -239,25 +243,25 @@ def open_file(name: str, spool: Path) -> Input:
     return Input(name, Path(name))
 
 
-def digests_of(given: Input) -> list[list[str]]:
+def digests_of(log: Input) -> list[list[str]]:
     """Return the name and content digest of each file of an input."""
-    return [[str(f.relative_to(given.path)), digest_of(f)] for f in files_of(given)]
+    return [[str(f.relative_to(log.path)), digest_of(f)] for f in files_of(log)]
 
 
-def files_of(given: Input) -> list[Path]:
+def files_of(log: Input) -> list[Path]:
     """Return the files of an input, in order: the input itself, or the files below it."""
-    files = sorted(given.path.rglob("*")) if given.path.is_dir() else [given.path]
+    files = sorted(log.path.rglob("*")) if log.path.is_dir() else [log.path]
     return [file for file in files if file.is_file()]
 
 
 def versions_of(inputs: Iterable[Input]) -> dict[Path, tuple[str, Version]]:
     """Return the name and the version of each file of these inputs, for `refuse_changed`."""
-    found: dict[Path, tuple[str, Version]] = {}
-    for given in inputs:
-        for file in files_of(given):
+    versions: dict[Path, tuple[str, Version]] = {}
+    for log in inputs:
+        for file in files_of(log):
             with suppress(OSError):  # what vanished meanwhile is reported when it is opened
-                found[file] = given.name, Version.of(file)
-    return found
+                versions[file] = log.name, Version.of(file)
+    return versions
 
 
 def refuse_changed(before: Mapping[Path, tuple[str, Version]]) -> None:
@@ -327,35 +331,35 @@ def _unpacked(stream: BufferedReader) -> Iterator[bytes]:
 def copies_in(inputs: Iterable[Input]) -> Iterator[tuple[Input, InputError]]:
     """Yield each file whose content duplicates an earlier file, with a `duplicate_input` error."""
     by_size: defaultdict[int, list[Input]] = defaultdict(list)
-    for given in inputs:
-        if given.path.is_file() and (num_bytes := given.path.stat().st_size):
-            by_size[num_bytes].append(given)
+    for log in inputs:
+        if log.path.is_file() and (num_bytes := log.path.stat().st_size):
+            by_size[num_bytes].append(log)
     first: dict[str, str] = {}
     # Only files of equal size are read: hashing every log would require reading all of them.
-    for given in (given for twins in by_size.values() if len(twins) > 1 for given in twins):
-        other = first.setdefault(digest_of(given.path), given.name)
-        if other != given.name:
+    for log in (log for twins in by_size.values() if len(twins) > 1 for log in twins):
+        other = first.setdefault(digest_of(log.path), log.name)
+        if other != log.name:
             got = f"the file is a copy of {other}"
             hint = "pass only one of the two, or --on-error skip"
-            yield given, InputError(DUPLICATE_INPUT, given.name, got, "", hint)
+            yield log, InputError(DUPLICATE_INPUT, log.name, got, "", hint)
 
 
 def _without_repeated(inputs: Iterable[Input], tell: Tell | None) -> list[Input]:
-    known, names, kept = set[Path](), set[str](), []
-    for given in inputs:
-        with told(given.name, tell):
-            resolved = _real(given.path)
-            if resolved in known:
+    paths, names, distinct = set[Path](), set[str](), []
+    for log in inputs:
+        with told(log.name, tell):
+            resolved = _real(log.path)
+            if resolved in paths:
                 got, hint = "the log was passed twice", "pass each file once"
-                raise InputError(DUPLICATE_INPUT, given.name, got, "", hint)
-            known.add(resolved)
-            if given.name in names:
+                raise InputError(DUPLICATE_INPUT, log.name, got, "", hint)
+            paths.add(resolved)
+            if log.name in names:
                 got = "the input was passed twice, or two URLs differ only in their query strings"
                 hint = "pass each input once, or download the files and pass their paths"
-                raise InputError(DUPLICATE_INPUT, given.name, got, "", hint)
-            names.add(given.name)
-            kept.append(given)
-    return kept
+                raise InputError(DUPLICATE_INPUT, log.name, got, "", hint)
+            names.add(log.name)
+            distinct.append(log)
+    return distinct
 
 
 def paths_of(inputs: PathLike | Sequence[PathLike]) -> list[str]:

@@ -70,7 +70,7 @@ class Opened(NamedTuple):
     @property
     def inputs(self) -> list[Input]:
         """The inputs of all logs, in order."""
-        return [given for log in self.logs for given in log.inputs]
+        return [one for log in self.logs for one in log.inputs]
 
 
 def open_log(
@@ -94,14 +94,14 @@ def open_log(
     if paths_of_fields is not None:
         format_name = MAPPED
     is_auto, given_paths, paths = format_name == AUTO, paths, [shown(path) for path in paths]
-    known = load_formats().adapters if is_auto else {format_name: find_adapter(format_name)}
+    adapters = load_formats().adapters if is_auto else {format_name: find_adapter(format_name)}
     if paths_of_fields is not None:
         finding = partial(mapped.find, paths=paths_of_fields)
-        known = {
-            MAPPED: replace(known[MAPPED], find=finding, recognizes=lambda start: start.is_file)
+        adapters = {
+            MAPPED: replace(adapters[MAPPED], find=finding, recognizes=lambda start: start.is_file)
         }
     inputs, unread = open_inputs(
-        given_paths, spool, cache(lambda path: _formats_of(path, known)), ignored, tell
+        given_paths, spool, cache(lambda path: _formats_of(path, adapters)), ignored, tell
     )
     if unread and strict and not skips:
         got = (
@@ -109,93 +109,99 @@ def open_log(
             " or outside the directory"
         )
         raise InputError("input_file", unread[0], got, "", "pass its target too, or remove it")
-    by_name = {given.name: given for given in inputs}
-    names, left = {format_name: list(by_name)}, list[str]()
+    by_name = {one.name: one for one in inputs}
+    names, foreign = {format_name: list(by_name)}, list[str]()
     if is_auto:
         named = [name for name in by_name if name in paths]
-        refuse_unknown_only(paths, by_name, known)
-        names, left = sort_by_format({n: g.path for n, g in by_name.items()}, known, named, tell)
+        refuse_unknown_only(paths, by_name, adapters)
+        names, foreign = sort_by_format(
+            {n: g.path for n, g in by_name.items()}, adapters, named, tell
+        )
     elif skips:
-        own = [n for n, given in by_name.items() if n in paths or _is_log(given.path, known)]
-        left = [name for name in by_name if own and name not in own]
-        names = {format_name: own or list(by_name)}
+        logs_named = [n for n, one in by_name.items() if n in paths or _is_log(one.path, adapters)]
+        foreign = [name for name in by_name if logs_named and name not in logs_named]
+        names = {format_name: logs_named or list(by_name)}
     else:
-        _refuse_pickles([given for n, given in by_name.items() if n in paths], known[format_name])
-    exports = [] if strict else _exports_beside_logs(names, by_name, known, paths)
-    names = {f: [name for name in own if name not in exports] for f, own in names.items()}
-    if left and strict and is_auto and not skips:
-        raise unknown_format(left[0], known)
-    unused = [_foreign(by_name[name]) for name in left] if strict or not is_auto else []
-    logs = [Log(n, known[n], [by_name[name] for name in found]) for n, found in names.items()]
-    for copy, error in copies_in([given for log in logs for given in log.inputs]):
+        _refuse_pickles([one for n, one in by_name.items() if n in paths], adapters[format_name])
+    exports = [] if strict else _exports_beside_logs(names, by_name, adapters, paths)
+    names = {
+        f: [name for name in logs_named if name not in exports] for f, logs_named in names.items()
+    }
+    if foreign and strict and is_auto and not skips:
+        raise unknown_format(foreign[0], adapters)
+    unused = [_foreign(by_name[name]) for name in foreign] if strict or not is_auto else []
+    logs = [
+        Log(n, adapters[n], [by_name[name] for name in own_names]) for n, own_names in names.items()
+    ]
+    for copy, error in copies_in([one for log in logs for one in log.inputs]):
         if not skips:
             raise error
         unused.append(Rejected(_whole(copy), error))
         for log in logs:
-            log.inputs[:] = [given for given in log.inputs if given is not copy]
+            log.inputs[:] = [one for one in log.inputs if one is not copy]
     logs = [log for log in logs if log.inputs]
-    return Opened(logs, [*([] if strict or not is_auto else left), *exports, *unread], unused)
+    return Opened(logs, [*([] if strict or not is_auto else foreign), *exports, *unread], unused)
 
 
 def _exports_beside_logs(
     names: Mapping[str, Sequence[str]],
     inputs: Mapping[str, Input],
-    known: Mapping[str, Adapter],
+    adapters: Mapping[str, Adapter],
     named: Collection[str],
 ) -> list[str]:
     """Return the exports (`Adapter.is_export`) inside directories that also contain logs."""
-    found = [
+    exports = [
         name
-        for format_name, own in names.items()
-        if (is_export := known[format_name].is_export) is not None
-        for name in own
+        for format_name, format_names in names.items()
+        if (is_export := adapters[format_name].is_export) is not None
+        for name in format_names
         if name not in named and inputs[name].path.is_file() and is_export(inputs[name].path)
     ]
-    return found if sum(map(len, names.values())) > len(found) else []
+    return exports if sum(map(len, names.values())) > len(exports) else []
 
 
 def _refuse_pickles(named: Sequence[Input], adapter: Adapter) -> None:
     """Reject pickles that the chosen format cannot read, with a clear error."""
-    for given in named:
-        error = given.path.is_file() and pickle_error(given.name, given.path)
-        if error and not adapter.recognizes(Start(given.path)):
+    for log in named:
+        error = log.path.is_file() and pickle_error(log.name, log.path)
+        if error and not adapter.recognizes(Start(log.path)):
             raise error
 
 
 def refuse_unknown_only(
-    paths: Sequence[str], inputs: Mapping[str, Input], known: Mapping[str, Adapter]
+    paths: Sequence[str], inputs: Mapping[str, Input], adapters: Mapping[str, Adapter]
 ) -> None:
     """Check that directories, if they are the only inputs, contain at least one log."""
-    if any(name in paths or _is_log(given.path, known) for name, given in inputs.items()):
+    if any(name in paths or _is_log(log.path, adapters) for name, log in inputs.items()):
         return
     where, got = ", ".join(paths), "no file is in a format that rollouts can read"
     first = next(iter(inputs))
     message = f"{where}: {got} (found {count(len(inputs), 'file')}, the first is {first})"
-    clue = explanation(first, inputs[first].path, known)
+    clue = explanation(first, inputs[first].path, adapters)
     hint = f"{clue.sentence.removesuffix('.')}; {clue.hint}" if clue else HINT
     raise InputError(RULE, where, got, "", hint, message=message)
 
 
-def _formats_of(path: Path, known: Mapping[str, Adapter]) -> list[str]:
+def _formats_of(path: Path, adapters: Mapping[str, Adapter]) -> list[str]:
     try:
-        return recognize(path, known)
+        return recognize(path, adapters)
     except RolloutError:
         return []  # reported when the file is opened
 
 
-def _is_log(path: Path, known: Mapping[str, Adapter]) -> bool:
+def _is_log(path: Path, adapters: Mapping[str, Adapter]) -> bool:
     try:
-        return bool(recognize(path, known))
+        return bool(recognize(path, adapters))
     except RolloutError:
         return True  # a damaged log: keep it, so that its own error is reported
 
 
-def _foreign(given: Input) -> Rejected:
+def _foreign(log: Input) -> Rejected:
     got = "the content matches no known format"
-    message = f"{given.name} is in no format that rollouts can read"
-    error = InputError(RULE, given.name, got, "", HINT, message=message)
-    return Rejected(_whole(given), error)
+    message = f"{log.name} is in no format that rollouts can read"
+    error = InputError(RULE, log.name, got, "", HINT, message=message)
+    return Rejected(_whole(log), error)
 
 
-def _whole(given: Input) -> Place:
-    return Place(given.path, given.name, 0, given.path.stat().st_size)
+def _whole(log: Input) -> Place:
+    return Place(log.path, log.name, 0, log.path.stat().st_size)

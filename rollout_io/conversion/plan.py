@@ -43,15 +43,15 @@ class Plan:
 
 
 def plan(
-    found: Iterable[Found], outcomes: Mapping[str, Outcome], group_by: Sequence[str] = ()
+    items: Iterable[Found], outcomes: Mapping[str, Outcome], group_by: Sequence[str] = ()
 ) -> Plan:
     """Collect the findings of an adapter, and name the runs.
 
     Runs without a repetition are numbered in order within their instance; with `group_by`, all runs
     are renumbered. A second run with the same name is rejected, as is an outcome without a run.
     """
-    (made,), _ = plan_logs([found], outcomes, group_by)
-    return made
+    (planned,), _ = plan_logs([items], outcomes, group_by)
+    return planned
 
 
 def plan_logs(
@@ -62,22 +62,22 @@ def plan_logs(
     The last plan includes the outcomes without a logged run.
     """
     plans, first = [], dict[str, Run]()
-    for found in logs:
-        made, runs = Plan(), list[Run]()
-        for item in found:
+    for items in logs:
+        planned, runs = Plan(), list[Run]()
+        for item in items:
             if isinstance(item, Rejected):
-                made.rejected.append(item)
+                planned.rejected.append(item)
             elif isinstance(item, About):
-                made.about[item.name] = item.value
+                planned.about[item.name] = item.value
             else:
                 runs.append(item)
         if group_by:
-            runs = list(_regrouped(runs, group_by, made.rejected))
-            made.about["groups"] = "chosen: --group-by " + ",".join(group_by)
+            runs = list(_regrouped(runs, group_by, planned.rejected))
+            planned.about["groups"] = "chosen: --group-by " + ",".join(group_by)
         _number(runs)
-        made.runs = list(_unique(runs, first, made.rejected))
-        plans.append(made)
-    last, keys = plans[-1], {_key(run): run for made in plans for run in made.runs}
+        planned.runs = list(_unique(runs, first, planned.rejected))
+        plans.append(planned)
+    last, keys = plans[-1], {_key(run): run for planned in plans for run in planned.runs}
     resolved, unresolved = by_run(outcomes, keys)
     last.rejected += unresolved
     for key, outcome in resolved.items():
@@ -91,8 +91,8 @@ def plan_logs(
 def refuse_nothing(plans: Sequence[Plan], inputs: Sequence[Input]) -> None:
     """Check that at least one log has a record."""
     if not any(planned.runs or planned.rejected for planned in plans):
-        where = ", ".join(given.name for given in inputs)
-        if all(given.path.is_file() and not given.path.stat().st_size for given in inputs):
+        where = ", ".join(log.name for log in inputs)
+        if all(log.path.is_file() and not log.path.stat().st_size for log in inputs):
             raise empty_file(where)
         hint = "check the format of the file: rollouts formats FILE"
         raise InputError("no_calls", where, "the log contains no calls", "", hint)
@@ -100,7 +100,7 @@ def refuse_nothing(plans: Sequence[Plan], inputs: Sequence[Input]) -> None:
 
 def size_of(inputs: Iterable[Input]) -> int:
     """Return the number of bytes of these logs."""
-    return sum(file.stat().st_size for given in inputs for file in files_of(given))
+    return sum(file.stat().st_size for log in inputs for file in files_of(log))
 
 
 def chunk_size(num_bytes: int) -> int:
@@ -184,7 +184,9 @@ def chunks_of(
     staging: Staging,
 ) -> tuple[Part, list[Chunk]]:
     """Cut the runs into chunks; also return the part of the dataset that all have in common."""
-    parts = [(i, runs) for i, made in enumerate(plans) for runs in chunks(made.runs, chunk_bytes)]
+    parts = [
+        (i, runs) for i, planned in enumerate(plans) for runs in chunks(planned.runs, chunk_bytes)
+    ]
     every = (run for _, runs in parts for run in runs)
     facts = [[run.instance_id, run.repetition_id, run.num_bytes] for run in every]
     whole = Part.of([metadata.made_by, facts], num_parts=len(parts))

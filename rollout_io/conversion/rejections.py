@@ -63,40 +63,40 @@ def lines(rejections: Iterable[Rejected]) -> Iterator[bytes]:
             with open_input(place.path) as file:
                 file.seek(place.offset)
                 text = file.read(place.num_bytes).decode(errors="backslashreplace")
-        told = {"source": place.where, **error.fields(), "record": text}
-        yield msgspec.json.encode(told) + b"\n"
+        line = {"source": place.where, **error.fields(), "record": text}
+        yield msgspec.json.encode(line) + b"\n"
 
 
 def fail(
-    found: Sequence[Rejected],
+    rejected: Sequence[Rejected],
     num_runs: int,
     noun: str,
     *,
     num_usable: int = 0,
 ) -> NoReturn:
     """Raise the error that rejects the most records; one error for all runs without token ids."""
-    weights = Counter(each.error.hint for each in found)
-    causes = [each for each in found if each.error.rule != INCOMPLETE] or found
-    main = max(causes, key=lambda each: weights[each.error.hint])
-    found = [main, *(each for each in found if each is not main)]
+    weights = Counter(one.error.hint for one in rejected)
+    causes = [one for one in rejected if one.error.rule != INCOMPLETE] or rejected
+    main = max(causes, key=lambda one: weights[one.error.hint])
+    rejected = [main, *(one for one in rejected if one is not main)]
     skip = "or pass --on-error skip to leave such records out and convert "
     skip = f"{skip}{errors.count(num_usable, 'trajectory')}" if num_usable else ""
-    alone = list({each.error.where: each for each in found if each.kind == "text"}.values())
+    alone = list({one.error.where: one for one in rejected if one.kind == "text"}.values())
     if len(alone) < 2:
-        errors.raise_first([each.error for each in found], _counted(found), skip)
-    others = [e for e in found if e.kind != "text" and e.error.rule != INCOMPLETE]
+        errors.raise_first([one.error for one in rejected], _counted(rejected), skip)
+    others = [e for e in rejected if e.kind != "text" and e.error.rule != INCOMPLETE]
     first = alone[0].error
     message = f"{len(alone)} of {errors.count(num_runs, noun)} have text but no token ids"
     if others:
-        reasons = errors.reasons_of([each.error for each in others])
+        reasons = errors.reasons_of([one.error for one in others])
         message += f" (and {_counted([alone[0], *others])} rejected: {reasons})"
     hint = "; ".join(filter(None, (first.hint, skip)))
     raise InputError(NO_TOKENS, first.where, first.got, "", hint, message=message)
 
 
-def _counted(found: Sequence[Rejected]) -> str:
+def _counted(rejected: Sequence[Rejected]) -> str:
     """Count the rejected records after the first, as text: "2 more records and 48 rewards"."""
-    first, *others = [each.kind == "reward" for each in found]
+    first, *others = [one.kind == "reward" for one in rejected]
     words = []
     for is_reward, noun in ((False, "record"), (True, "reward")):
         if number := others.count(is_reward):
@@ -116,24 +116,29 @@ def reasons(rejected: Iterable[Rejected]) -> list[Reason]:
     Those that reject the most records, with the rest of the runs, come first, and errors caused by
     other errors last. `first` is the error at the first file and line.
     """
-    found: dict[tuple[str, str | None], list[str]] = {}
+    sentences: dict[tuple[str, str | None], list[str]] = {}
     for _, error, _ in rejected:
-        found.setdefault((error.rule, error.hint), []).append(error.sentence)
+        sentences.setdefault((error.rule, error.hint), []).append(error.sentence)
     return _ordered(
-        {"rule": rule, "num_records": len(said), "first": min(said, key=natural_key), "hint": hint}
-        for (rule, hint), said in found.items()
+        {
+            "rule": rule,
+            "num_records": len(texts),
+            "first": min(texts, key=natural_key),
+            "hint": hint,
+        }
+        for (rule, hint), texts in sentences.items()
     )
 
 
 def merged(ours: Iterable[Reason], theirs: Iterable[Reason]) -> list[Reason]:
     """Combine the reasons from two parts of the logs, the most frequent first."""
-    found: dict[tuple[str, str | None], Reason] = {}
+    combined: dict[tuple[str, str | None], Reason] = {}
     for reason in (*ours, *theirs):
         key = reason["rule"], reason["hint"]
-        known = found.setdefault(key, {**reason, "num_records": 0})
-        known["num_records"] += reason["num_records"]
-        known["first"] = min(known["first"], reason["first"], key=natural_key)
-    return _ordered(found.values())
+        total = combined.setdefault(key, {**reason, "num_records": 0})
+        total["num_records"] += reason["num_records"]
+        total["first"] = min(total["first"], reason["first"], key=natural_key)
+    return _ordered(combined.values())
 
 
 def _ordered(reasons: Iterable[Reason]) -> list[Reason]:

@@ -60,11 +60,13 @@ def copy_directory(url: str, spool: Path, ignored: Collection[str] = ()) -> Path
 
 def _inside(location: Location, ignored: Collection[str]) -> list[str]:
     """Return the ignored paths that are inside a remote directory."""
-    found = [Location.of(path) for path in ignored if is_url(path)]
+    locations = [Location.of(path) for path in ignored if is_url(path)]
     if location.is_local:  # file://
-        found += [Location(location.fs, str(Path(p).absolute())) for p in ignored if not is_url(p)]
+        locations += [
+            Location(location.fs, str(Path(p).absolute())) for p in ignored if not is_url(p)
+        ]
     top = f"{location.path.rstrip('/')}/"
-    return [o.path for o in found if o.fs == location.fs and o.path.startswith(top)]
+    return [o.path for o in locations if o.fs == location.fs and o.path.startswith(top)]
 
 
 def _blocks(location: Location, path: str, url: str) -> Iterator[bytes]:
@@ -90,12 +92,12 @@ def holds_copies(spool: Path) -> bool:
     return spool.is_dir() and any(path.is_dir() for path in spool.iterdir())
 
 
-def named_found(found: Iterable[Found], spool: Path) -> Iterator[Found]:
+def named_found(items: Iterable[Found], spool: Path) -> Iterator[Found]:
     """Replace the paths of local copies in an adapter's findings with the original URLs."""
     if not holds_copies(spool):
-        yield from found
+        yield from items
         return
-    for item in found:
+    for item in items:
         if isinstance(item, Run):
             item.instance_id = url_of(item.instance_id, spool)
             item.labels = {name: url_of(label, spool) for name, label in item.labels.items()}

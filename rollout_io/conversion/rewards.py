@@ -113,9 +113,9 @@ def parse_outcome(record: dict[str, Any], where: str) -> tuple[Key, Outcome]:
 
 def _parse(record: dict[str, Any], where: str) -> tuple[str, Outcome]:
     names = _Fields.__struct_fields__
-    known = {name: record[name] for name in names if name in record}
+    values = {name: record[name] for name in names if name in record}
     try:
-        fields = msgspec.convert(known, _Fields)
+        fields = msgspec.convert(values, _Fields)
     except msgspec.ValidationError as error:
         raise type_error(error, where) from None
     if fields.reward is None and fields.error is None and "reward" not in record:
@@ -153,11 +153,11 @@ def _session(fields: _Fields, where: str) -> str:
     session = fields.session
     if session is None:
         session = f"{fields.instance_id}/{fields.repetition_id}"
-    given = (fields.instance_id, fields.repetition_id)
-    if given == (None, None):
+    named = (fields.instance_id, fields.repetition_id)
+    if named == (None, None):
         return session
     key = split_session(session, where)
-    if any(g is not None and g != k for g, k in zip(given, key, strict=True)):
+    if any(g is not None and g != k for g, k in zip(named, key, strict=True)):
         got = f"instance_id and repetition_id do not match session {fields.session!r}"
         raise InputError(_RULE, where, got, "", "give either the session or the ids")
     return session
@@ -183,7 +183,7 @@ def settle(
     run: Run,
     logged: Trajectory,
     steps: list[Step],
-    given: Outcome | None,
+    outcome: Outcome | None,
     reward_key: str | None = None,
 ) -> Settled:
     """Return a trajectory with its outcome stored in its steps.
@@ -196,20 +196,20 @@ def settle(
     become null, and their values are kept as `metrics["reward"]`. A trajectory without steps
     becomes one row with empty lists.
     """
-    where = run.places[0].where if run.places else given.where if given else run.instance_id
+    where = run.places[0].where if run.places else outcome.where if outcome else run.instance_id
     steps = steps or [Step(source=where)]
     last = steps[-1]
-    error = logged.error if given is None else given.error
-    reward = _chosen(logged, reward_key, where) if given is None else given.reward
+    error = logged.error if outcome is None else outcome.error
+    reward = _chosen(logged, reward_key, where) if outcome is None else outcome.reward
     metrics, texts = {**logged.metrics}, {**logged.user_values}
-    if given is not None:
-        rewards = {given.reward, *metrics.values()}
+    if outcome is not None:
+        rewards = {outcome.reward, *metrics.values()}
         if logged.reward is not None and logged.reward not in rewards:
             metrics[LOGGED_REWARD] = logged.reward
-        if logged.error is not None and logged.error != given.error:
+        if logged.error is not None and logged.error != outcome.error:
             texts[LOGGED_ERROR] = logged.error
-        metrics |= given.metrics
-        texts |= given.user_values
+        metrics |= outcome.metrics
+        texts |= outcome.user_values
     last.metrics = {**(last.metrics or {}), **metrics} or None
     last.reward = last.reward if reward is None else reward
     for step in steps:
@@ -250,17 +250,17 @@ def by_run(
     run. A failed run that made no call may be missing from the log; its line must use the full name.
     `outcomes` are keyed by the names in the rewards file, `keys` are the runs of the log.
     """
-    found: dict[Key, Outcome] = {}
-    left: list[tuple[str, Outcome]] = []
+    by_key: dict[Key, Outcome] = {}
+    unmatched: list[tuple[str, Outcome]] = []
     for session, outcome in outcomes.items():
         key = full_name(session)
         if key is not None and key in keys:
-            found[key] = outcome
+            by_key[key] = outcome
         else:
-            left.append((session, outcome))
+            unmatched.append((session, outcome))
     unresolved: list[tuple[str, Outcome, list[Key]]] = []
-    by_name = _short_names(keys) if left else {}
-    for session, outcome in left:
+    by_name = _short_names(keys) if unmatched else {}
+    for session, outcome in unmatched:
         key = full_name(session)
         fits = [] if outcome.is_exact else by_name.get(session, [])
         if len(fits) == 1:
@@ -268,28 +268,28 @@ def by_run(
         elif fits or key is None or outcome.error is None:
             unresolved.append((session, outcome, fits))
             continue
-        if key in found:
-            raise second_line(_session_name(key), found[key], outcome)
-        found[key] = outcome
-    return found, list(_rejected(unresolved, keys))
+        if key in by_key:
+            raise second_line(_session_name(key), by_key[key], outcome)
+        by_key[key] = outcome
+    return by_key, list(_rejected(unresolved, keys))
 
 
 def _short_names(keys: Iterable[Key]) -> dict[str, list[Key]]:
     """Map each instance id to its runs, and each trajectory id to its run."""
-    found: defaultdict[str, list[Key]] = defaultdict(list)
+    by_name: defaultdict[str, list[Key]] = defaultdict(list)
     for key in keys:
-        found[key[0]].append(key)
-        found[f"{key[0]}_{key[1]}"].append(key)
-    return found
+        by_name[key[0]].append(key)
+        by_name[f"{key[0]}_{key[1]}"].append(key)
+    return by_name
 
 
 def _rejected(
     unresolved: Sequence[tuple[str, Outcome, list[Key]]], keys: Iterable[Key]
 ) -> Iterator[Rejected]:
     """Yield an error for each name that matches no run or several; suggest a similar name."""
-    known = [_session_name(key) for key in keys] if unresolved else []
-    near = difflib.get_close_matches(unresolved[0][0], known, 1) if unresolved else []
-    example = near[0] if near else min(known, default="shop-1/0")
+    sessions = [_session_name(key) for key in keys] if unresolved else []
+    near = difflib.get_close_matches(unresolved[0][0], sessions, 1) if unresolved else []
+    example = near[0] if near else min(sessions, default="shop-1/0")
     for session, outcome, fits in unresolved:
         where, got = outcome.where, f"session {session!r}"
         if fits:

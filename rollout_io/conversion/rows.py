@@ -69,10 +69,10 @@ class _Rows:
 def table_of(batch: Sequence[Settled]) -> pa.Table:
     """Build a table with one row per step; optional and user columns exist if a step has a value."""
     rows = _Rows.of(batch)
-    made = {c.name: _column(c, rows) for c in COLUMNS if c.name not in _NOT_READ}
-    _check_counts(rows.steps, 0, made["prompt_token_ids"])
+    arrays = {c.name: _column(c, rows) for c in COLUMNS if c.name not in _NOT_READ}
+    _check_counts(rows.steps, 0, arrays["prompt_token_ids"])
     _check_counts(rows.steps, 1, rows.responses)
-    columns: dict[str, pa.Array] = {n: array for n, array in made.items() if array is not None}
+    columns: dict[str, pa.Array] = {n: array for n, array in arrays.items() if array is not None}
     for name in sorted({name for t in batch for name in t.user_values}):
         columns[name] = rows.repeated([t.user_values.get(name) for t in batch], pa.string())
     kinds = {name: value.type for step in rows.steps for name, value in step.columns.items()}
@@ -82,8 +82,8 @@ def table_of(batch: Sequence[Settled]) -> pa.Table:
             raise InputError(
                 "free_name", rows.steps[0].source, got, hint="rename it in the rewards"
             )
-        given = [step.columns.get(name) for step in rows.steps]
-        columns[name] = pa.array([None if v is None else v.as_py() for v in given], kind)
+        values = [step.columns.get(name) for step in rows.steps]
+        columns[name] = pa.array([None if v is None else v.as_py() for v in values], kind)
     fields = [
         pa.field(n, a.type, n not in COLUMN_BY_NAME or COLUMN_BY_NAME[n].nullable)
         for n, a in columns.items()
@@ -96,12 +96,12 @@ def _check_counts(steps: Sequence[Step], which: int, ids: pa.Array | None) -> No
     counted = [step.num_counted[which] for step in steps]
     if ids is None or not any(counted):
         return
-    found = list_lengths(ids)
-    told = np.array([-1 if number is None else number for number in counted])
-    differs = np.flatnonzero((told != found) & (told >= 0) & (found > 0))
+    lengths = list_lengths(ids)
+    stated = np.array([-1 if number is None else number for number in counted])
+    differs = np.flatnonzero((stated != lengths) & (stated >= 0) & (lengths > 0))
     if len(differs):
         at, what = int(differs[0]), ("prompt", "response")[which]
-        raise usage_differs(what, int(found[at]), int(told[at]), steps[at].source)
+        raise usage_differs(what, int(lengths[at]), int(stated[at]), steps[at].source)
 
 
 def _column(column: Column, rows: _Rows) -> pa.Array | None:
@@ -110,10 +110,10 @@ def _column(column: Column, rows: _Rows) -> pa.Array | None:
         return _MADE[column.name](rows, column.type)
     value = attrgetter(column.name)
     if column.name in _OF_RUN:
-        found = rows.repeated(list(map(value, rows.trajectories)), column.type)
+        array = rows.repeated(list(map(value, rows.trajectories)), column.type)
     else:
-        found = pa.array(list(map(value, rows.steps)), column.type)
-    return None if column.nullable and found.null_count == len(found) else found
+        array = pa.array(list(map(value, rows.steps)), column.type)
+    return None if column.nullable and array.null_count == len(array) else array
 
 
 def _ids(rows: Sequence[Ids], kind: pa.DataType) -> pa.Array:
@@ -129,8 +129,8 @@ def _ids(rows: Sequence[Ids], kind: pa.DataType) -> pa.Array:
 
 
 def _logprobs(rows: _Rows, kind: pa.DataType) -> pa.Array | None:
-    given = [s.rollout_logprobs for s in rows.steps]
-    return None if all(row is None for row in given) else ragged_array(given, kind)
+    values = [s.rollout_logprobs for s in rows.steps]
+    return None if all(row is None for row in values) else ragged_array(values, kind)
 
 
 def _versions(rows: _Rows, kind: pa.DataType) -> pa.Array | None:
@@ -168,13 +168,13 @@ def _segments(rows: _Rows, kind: pa.DataType) -> pa.Array | None:
     if all(s.spans is None for s in rows.steps):
         return None
     names = [f.name for f in SEGMENT_FIELDS]
-    found: list[list[dict[str, Any]] | None] = [
+    segments: list[list[dict[str, Any]] | None] = [
         None
         if s.spans is None
         else [dict(zip(names, (*span, i), strict=True)) for i, span in enumerate(s.spans)]
         for s in rows.steps
     ]
-    return pa.array(found, kind)
+    return pa.array(segments, kind)
 
 
 def _routes(rows: _Rows, _: pa.DataType) -> pa.Array | None:

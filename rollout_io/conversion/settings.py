@@ -110,7 +110,7 @@ def settings_of(
     of the chat template is None if it differs between formats.
     """
     refuse_misfits(choices, logs)
-    found = [
+    pairs = [
         retokenizer_of(
             choices.tokenizer,
             choices.chat_template,
@@ -118,7 +118,7 @@ def settings_of(
         )
         for log, about in zip(logs, abouts, strict=True)
     ]
-    retokenizers, tokenizers = zip(*found, strict=True)
+    retokenizers, tokenizers = zip(*pairs, strict=True)
     models = {name for about in abouts for name in about.get(MODELS, ())}
     templates = {tokenizer.chat_template_fingerprint for tokenizer in tokenizers}
     metadata = tokenizers[0].replace(
@@ -135,7 +135,7 @@ def settings_of(
             "convert",
             tool=tool_name(),
             format=log.format,
-            inputs=[given.name for given in log.inputs],
+            inputs=[file.name for file in log.inputs],
             rewards=choices.rewards and shown(choices.rewards),
             **join,
             **facts,
@@ -208,8 +208,8 @@ def _tokenizer_files(choices: Choices) -> list[Input]:
     named = [Path(name) for name in (tokenizer, choices.chat_template) if name]
     tokenizers = [file for path in named for file in ([path] if path.is_file() else path.glob("*"))]
     weights = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack"}
-    found = [file for file in sorted(tokenizers) if file.is_file()]
-    return [Input(file.name, file) for file in found if file.suffix not in weights]
+    files = [file for file in sorted(tokenizers) if file.is_file()]
+    return [Input(file.name, file) for file in files if file.suffix not in weights]
 
 
 def tool_name() -> str:

@@ -89,5 +89,5 @@ def note_lacks(logged: Trajectory) -> None:
     """Count the contexts of an agent program without what every request has (`Adapter.is_agent`)."""
     contexts = [step for step in logged.steps if isinstance(step, Conversation)]
     roles = [{message["role"] for message in step.messages[:1]} for step in contexts]
-    note(NO_SYSTEM, sum(not found & {"system", "developer"} for found in roles))
+    note(NO_SYSTEM, sum(not role & {"system", "developer"} for role in roles))
     note(NO_TOOLS, sum(not step.tools for step in contexts))

@@ -310,10 +310,10 @@ def spool_path(staging: Staging) -> Path | None:
 def _read_json(location: Location) -> dict[str, Any] | None:
     try:
         with location.fs.open(location.path, "rb") as file:
-            found = json.loads(file.read())
+            decoded = json.loads(file.read())
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return decoded if isinstance(decoded, dict) else None
 
 
 def _write_json(location: Location, value: dict[str, Any]) -> None:
@@ -359,12 +359,12 @@ def _are_of(shards: list[Location], whole: Part, index: int, num_shards: int) ->
     if len(shards) != num_shards:
         return False
     try:
-        found = [Place.decode(footers(shard.url)[0]) for shard in shards]
+        places = [Place.decode(footers(shard.url)[0]) for shard in shards]
     except (RolloutError, ValueError, TypeError, KeyError):
         return False
     return all(
         place is not None
         and (place.writing, place.num_parts) == (whole.writing, whole.num_parts)
         and (place.part, place.index, place.is_last) == (index, number, number == num_shards - 1)
-        for number, place in enumerate(found)
+        for number, place in enumerate(places)
     )

@@ -410,8 +410,8 @@ def finished(out: str | os.PathLike[str], identity: Mapping[str, Any]) -> Summar
         return None
     try:
         pairs = footers(out)
-        places = [Place.decode(found) for found in pairs]
-        records = [json.loads(found[CONVERSION]) for found in pairs if CONVERSION in found]
+        places = [Place.decode(content) for content in pairs]
+        records = [json.loads(content[CONVERSION]) for content in pairs if CONVERSION in content]
         writings = {place and (place.writing, place.num_parts) for place in places}
         if len(writings) > 1 or places[0] is None or len(records) != places[0].num_parts:
             return None

@@ -32,8 +32,8 @@ class Untokenized:
 
     def conversation(self, conversation: Conversation) -> Step:
         """Return a conversation as one row."""
-        said = conversation.messages[conversation.num_given :]
-        spans = [(0, 0) for message in said if is_answer(message)]
+        messages = conversation.messages[conversation.num_given :]
+        spans = [(0, 0) for message in messages if is_answer(message)]
         return step_of(conversation, spans=spans, columns=conversation.columns)
 
     def completion(self, text: Completion) -> Step:

@@ -84,15 +84,15 @@ def condition_of(condition: str | pl.Expr, text: str | None = None) -> pl.Expr:
         tree = _as_json(condition)
     except RecursionError:
         raise _too_long(where) from None
-    if (found := _first(tree, _NOT_ROWWISE)) is not None:
-        raise ConfigError("condition", where, found, "a condition on each row", _HINT)
-    if (found := _first(tree, _ACROSS_ROWS)) is not None:
-        got, expected = f"{found} over the entire dataset", "a condition on each row"
+    if (part := _first(tree, _NOT_ROWWISE)) is not None:
+        raise ConfigError("condition", where, part, "a condition on each row", _HINT)
+    if (part := _first(tree, _ACROSS_ROWS)) is not None:
+        got, expected = f"{part} over the entire dataset", "a condition on each row"
         hint = "aggregate over groups: max(step_index) OVER (PARTITION BY trajectory_id)"
         raise ConfigError("condition", where, got, expected, hint)
-    if (found := _grown_text(tree)) is not None:
+    if (part := _grown_text(tree)) is not None:
         hint = "compare the column itself, or add a column with the computed text first"
-        raise ConfigError("condition", where, found, "", hint)
+        raise ConfigError("condition", where, part, "", hint)
     return condition
 
 
@@ -115,12 +115,12 @@ def types_in(names: Iterable[str], schema: Mapping[str, pl.DataType]) -> str:
     return ", ".join(f"{n}: {schema[n]}" for n in dict.fromkeys(names) if n in schema)
 
 
-def check_columns(used: Sequence[str], known: Sequence[str], where: str, text: str) -> None:
+def check_columns(used: Sequence[str], columns: Sequence[str], where: str, text: str) -> None:
     """Check that a table has every column that a condition uses.
 
     Args:
         used: Columns that the condition reads.
-        known: Columns of the table.
+        columns: Columns of the table.
         where: Location to name in the message.
         text: The condition as the user wrote it.
 
@@ -129,14 +129,14 @@ def check_columns(used: Sequence[str], known: Sequence[str], where: str, text: s
             first one).
     """
     for name in used:
-        if name in known:
+        if name in columns:
             continue
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}."
+        near = difflib.get_close_matches(name, columns, 1)
+        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(columns)}."
         hint += f" Put text values in quotes: '{name}'"
-        without_texts = re.sub(r"'(?:[^']|'')*'", lambda found: " " * len(found[0]), text)
-        found = re.search(rf"(?<!\w){re.escape(name)}(?!\w)", without_texts)
-        place = f" (character {found.start() + 1} of the condition)" if found else ""
+        without_texts = re.sub(r"'(?:[^']|'')*'", lambda match: " " * len(match[0]), text)
+        match = re.search(rf"(?<!\w){re.escape(name)}(?!\w)", without_texts)
+        place = f" (character {match.start() + 1} of the condition)" if match else ""
         got = f"the dataset has no column {name!r}{place}"
         raise ConfigError("known_column", where, got, "", hint)
 
@@ -290,10 +290,10 @@ def _literal(arguments: list[Any], kind: type) -> Any:
 
 
 def _number(arguments: list[Any]) -> int | None:
-    found: int | None = _literal(arguments, int)
-    return found
+    number: int | None = _literal(arguments, int)
+    return number
 
 
 def _text(arguments: list[Any]) -> str | None:
-    found: str | None = _literal(arguments, str)
-    return found
+    text: str | None = _literal(arguments, str)
+    return text

@@ -74,22 +74,26 @@ def find(
     table = table if is_encoded(table) else encode_prefixes(table)
     most_tokens = len(sought.encode("utf-8", "replace") if isinstance(sought, str) else sought)
     suffixes = Ragged.from_arrow(table.column("prompt_suffix_ids"))
-    own = zipped(suffixes, Ragged.from_arrow(table.column("response_ids")))
+    tokens_of = zipped(suffixes, Ragged.from_arrow(table.column("response_ids")))
     shared = to_numpy(table.column("prefix_length")).astype(np.int64)
-    before = _ends_of_prefixes(table, own, shared, max(most_tokens - 1, _AROUND))
-    lengths = np.minimum(own.lengths, most_tokens - 1)
-    heads = Ragged(gather(own.values, own.offsets[:-1], lengths), offsets_of(lengths), own.valid)
+    before = _ends_of_prefixes(table, tokens_of, shared, max(most_tokens - 1, _AROUND))
+    lengths = np.minimum(tokens_of.lengths, most_tokens - 1)
+    heads = Ragged(
+        gather(tokens_of.values, tokens_of.offsets[:-1], lengths),
+        offsets_of(lengths),
+        tokens_of.valid,
+    )
     overlap = before.lengths.tolist()
     places = [
         (row, overlap[row] + first, overlap[row] + last)
-        for row, first, last in _places(own, sought, vocabulary)
+        for row, first, last in _places(tokens_of, sought, vocabulary)
     ]
     for row, first, last in _places(zipped(before, heads), sought, vocabulary):
         if first < overlap[row] < last:
             places.append((row, first, last))
     ids, steps = table.column("trajectory_id"), table.column("step_index")
     for row, first, last in sorted(places):
-        tokens = np.concatenate([before.row(row), own.row(row)])
+        tokens = np.concatenate([before.row(row), tokens_of.row(row)])
         yield Match(
             trajectory_id=ids[row].as_py(),
             step_index=steps[row].as_py(),
@@ -107,13 +111,13 @@ def find_in_texts(table: pa.Table, text: str) -> Iterator[Match]:
         table: Valid table of complete trajectories with `TEXT_COLUMNS`; the nullable may be absent.
         text: The text, not empty.
     """
-    known, seen = None, set[str]()
+    trajectory, seen = None, set[str]()
     for row in table.to_pylist():
-        if row["trajectory_id"] != known:
-            known, seen = row["trajectory_id"], set()
+        if row["trajectory_id"] != trajectory:
+            trajectory, seen = row["trajectory_id"], set()
         texts = [*_strings(row.get("messages"), text), row.get("response_text") or ""]
-        for found in dict.fromkeys(t for t in texts if text in t and t not in seen):
-            before, _, after = found.partition(text)
+        for value in dict.fromkeys(t for t in texts if text in t and t not in seen):
+            before, _, after = value.partition(text)
             around = before[-_AROUND_CHARS:], text, after[:_AROUND_CHARS]
             yield Match(row["trajectory_id"], row["step_index"], None, *around)
         seen.update(texts)
@@ -123,7 +127,9 @@ def _spelled(ids: Tokens, vocabulary: TokenBytes | None) -> str:
     return " ".join(map(str, ids.tolist())) if vocabulary is None else vocabulary.text(ids)
 
 
-def _ends_of_prefixes(table: pa.Table, own: Ragged, shared: IntArray, most_tokens: int) -> Ragged:
+def _ends_of_prefixes(
+    table: pa.Table, tokens_of: Ragged, shared: IntArray, most_tokens: int
+) -> Ragged:
     """Return the last tokens, at most `most_tokens`, of the prefix that each row shares."""
     starts = trajectory_starts(table)
     first_row = np.repeat(starts, np.diff(starts, append=table.num_rows))
@@ -132,9 +138,9 @@ def _ends_of_prefixes(table: pa.Table, own: Ragged, shared: IntArray, most_token
     after = shared - shared[parents]  # where the prefix ends in the parent's own tokens
     reach = np.minimum(lengths, np.maximum(after, 0))
     offsets = offsets_of(lengths)
-    values = np.zeros(int(offsets[-1]), own.values.dtype)
+    values = np.zeros(int(offsets[-1]), tokens_of.values.dtype)
     at_end = ranges(offsets[1:] - reach, reach)
-    values[at_end] = own.values[ranges(own.offsets[parents] + after - reach, reach)]
+    values[at_end] = tokens_of.values[ranges(tokens_of.offsets[parents] + after - reach, reach)]
     # The rest of a prefix that begins before the parent's own tokens comes from its ancestors.
     for row in np.flatnonzero(reach < lengths).tolist():
         missing, end, above = int(lengths[row] - reach[row]), int(shared[row]), int(parents[row])
@@ -144,8 +150,8 @@ def _ends_of_prefixes(table: pa.Table, own: Ragged, shared: IntArray, most_token
             num_own = max(end - int(shared[above]), 0)
             taken = min(num_own, missing)
             out = int(offsets[row]) + missing
-            begin = int(own.offsets[above]) + num_own
-            values[out - taken : out] = own.values[begin - taken : begin]
+            begin = int(tokens_of.offsets[above]) + num_own
+            values[out - taken : out] = tokens_of.values[begin - taken : begin]
             missing -= taken
     return Ragged(values, offsets, np.ones(table.num_rows, np.bool_))
 
@@ -158,13 +164,13 @@ def _places(
     if isinstance(sought, str):
         assert vocabulary is not None
         needle, content = sought.encode("utf-8", "replace"), vocabulary.join(tokens)
-        found = np.fromiter(_occurrences(content, needle), np.int64)
-        ends = np.cumsum(vocabulary.lengths(tokens)) if len(found) else found
-        firsts = np.searchsorted(ends, found, side="right")
-        lasts = np.searchsorted(ends, found + len(needle) - 1, side="right") + 1
+        starts = np.fromiter(_occurrences(content, needle), np.int64)
+        ends = np.cumsum(vocabulary.lengths(tokens)) if len(starts) else starts
+        firsts = np.searchsorted(ends, starts, side="right")
+        lasts = np.searchsorted(ends, starts + len(needle) - 1, side="right") + 1
     else:
-        found = np.fromiter(_occurrences(tokens.tobytes(), sought.tobytes()), np.int64)
-        firsts = found[found % _TOKEN_BYTES == 0] // _TOKEN_BYTES
+        starts = np.fromiter(_occurrences(tokens.tobytes(), sought.tobytes()), np.int64)
+        firsts = starts[starts % _TOKEN_BYTES == 0] // _TOKEN_BYTES
         lasts = firsts + len(sought)
     in_row = rows.row_of(firsts)
     is_inside = lasts <= rows.offsets[in_row + 1]

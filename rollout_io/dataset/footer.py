@@ -158,15 +158,15 @@ def refuse_incomplete(where: str, places: Sequence[Place | None], names: Sequenc
     for place, name in zip(places, names, strict=True):
         if place is not None:
             writings.setdefault(place.writing, []).append((place, name))
-    for found in writings.values():
-        _refuse_gaps(where, found)
+    for places_of in writings.values():
+        _refuse_gaps(where, places_of)
 
 
-def _refuse_gaps(where: str, found: Sequence[tuple[Place, str]]) -> None:
-    (first, name), (last, last_name) = found[0], found[-1]
+def _refuse_gaps(where: str, places: Sequence[tuple[Place, str]]) -> None:
+    (first, name), (last, last_name) = places[0], places[-1]
     if (first.part, first.index) != (0, 0):
         raise _incomplete(where, f"the first shard, {name}, is number {_number(first)}; expected 0")
-    for (before, name_before), (place, name) in pairwise(found):
+    for (before, name_before), (place, name) in pairwise(places):
         if not before.precedes(place):
             got = f"{name} does not follow {name_before}"
             why = "a shard is missing, was renamed, or belongs to a different dataset"

@@ -72,17 +72,17 @@ def row_groups_with(
     Raises:
         pa.ArrowInvalid: The filters are damaged.
     """
-    kept = np.ones(num_row_groups, np.bool_)
+    may_match = np.ones(num_row_groups, np.bool_)
     if DIGEST in pairs and ID_FILTERS in pairs:
         for name in ID_COLUMNS:
             ids = required_ids(predicate, name)
             # With more ids, each row group probably contains one.
             if ids is not None and len(ids) <= num_row_groups:
                 try:
-                    kept &= _may_have(pairs, name, ids)
+                    may_match &= _may_have(pairs, name, ids)
                 except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
                     raise pa.ArrowInvalid(f"the filters of {name} are damaged: {error}") from None
-    return np.flatnonzero(kept)
+    return np.flatnonzero(may_match)
 
 
 def required_ids(predicate: pl.Expr, name: str) -> set[str] | None:
@@ -99,8 +99,8 @@ def required_ids(predicate: pl.Expr, name: str) -> set[str] | None:
         return None
     right, left = inputs
     if predicate.meta.eq(left & right):
-        found = [ids for part in inputs if (ids := required_ids(part, name)) is not None]
-        return set.intersection(*found) if found else None
+        limits = [ids for part in inputs if (ids := required_ids(part, name)) is not None]
+        return set.intersection(*limits) if limits else None
     if predicate.meta.eq(left | right):
         either = [required_ids(part, name) for part in inputs]
         return None if None in either else set().union(*(ids for ids in either if ids))
@@ -131,14 +131,14 @@ def _may_have(pairs: Mapping[bytes, bytes], name: str, ids: Iterable[str]) -> Bo
         raise pa.ArrowInvalid(f"the filters of {name} do not match their digest")
     filters = np.frombuffer(base64.b64decode(stored), np.uint8)
     sizes = np.array([_num_bytes(num) for num in facts["num_ids"]], np.int64)
-    found = np.zeros(len(sizes), np.bool_)
+    accepts = np.zeros(len(sizes), np.bool_)
     filled = np.flatnonzero(sizes)
     starts, num_bits = offsets_of(sizes)[:-1][filled, None], 8 * sizes[filled, None]
     for one in _hashes(ids):
         at = _positions(one[None], num_bits)
         bits = filters[starts + at // 8] >> (7 - at % 8) & 1
-        found[filled] |= bits.all(axis=1)
-    return found
+        accepts[filled] |= bits.all(axis=1)
+    return accepts
 
 
 def _digest(stored: bytes) -> str:

@@ -57,8 +57,8 @@ class Version(NamedTuple):
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> Version:
         """Return the version of an existing file; raises `OSError` if there is none."""
-        found = Path(path).stat()
-        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        status = Path(path).stat()
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def open_input(path: str | os.PathLike[str]) -> BufferedReader:

@@ -60,8 +60,8 @@ class Workers:
         Raises:
             RolloutError: Raised by a task; `worker`: a process died.
         """
-        if self.engine == "ray" and (given := list(tasks)):
-            yield from _on_ray(function, given, self.num)
+        if self.engine == "ray" and (listed := list(tasks)):
+            yield from _on_ray(function, listed, self.num)
         elif self.num == 1:
             for index, task in enumerate(tasks):
                 yield index, function(task)

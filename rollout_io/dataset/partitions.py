@@ -37,17 +37,17 @@ def partition_values(shards: Sequence[Location]) -> list[dict[str, pa.Scalar]]:
         >>> [values["run"].as_py() for values in partition_values(find_shards("DS"))]
         [7, 8]
     """
-    found = [_texts(shard) for shard in shards]
-    every = found
+    texts_of = [_texts(shard) for shard in shards]
+    every = texts_of
     if len(shards) == 1 and shards[0].root is not None:  # one shard of a partitioned dataset
         root = Location(shards[0].fs, shards[0].root)
         every = [_texts(Location(root.fs, path, root.path)) for path in root.partitions()]
-    for shard, texts in zip(shards, found, strict=True):
+    for shard, texts in zip(shards, texts_of, strict=True):
         _refuse_other_names(shard, list(texts), list(every[0]))
     types = {name: _type_of(name, [texts.get(name) for texts in every]) for name in every[0]}
     return [
         {name: _value(shard, name, text, types[name]) for name, text in texts.items()}
-        for shard, texts in zip(shards, found, strict=True)
+        for shard, texts in zip(shards, texts_of, strict=True)
     ]
 
 
@@ -112,8 +112,8 @@ def _type_of(name: str, texts: Sequence[str | None]) -> pa.DataType:
     column = COLUMN_BY_NAME.get(name)
     if column is not None and column.type is not None:
         return column.type
-    known = [text for text in texts if text is not None]
-    is_integer = bool(known) and all(_INTEGER.fullmatch(text) for text in known)
+    present = [text for text in texts if text is not None]
+    is_integer = bool(present) and all(_INTEGER.fullmatch(text) for text in present)
     return pa.int64() if is_integer else pa.string()
 
 

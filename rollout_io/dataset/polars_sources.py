@@ -103,7 +103,7 @@ def lazy_frame(pieces: Pieces, schema: pl.Schema) -> pl.LazyFrame:
                     return
                 if n_rows is not None:  # the first rows are taken before the predicate is applied
                     frame, n_rows = frame.head(n_rows), max(0, n_rows - len(frame))
-                kept = (frame if predicate is None else frame.filter(predicate))[wanted]
-            yield kept
+                wanted_rows = (frame if predicate is None else frame.filter(predicate))[wanted]
+            yield wanted_rows
 
     return pl.io.plugins.register_io_source(source, schema=schema)

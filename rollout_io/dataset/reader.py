@@ -231,7 +231,7 @@ class RowReader:
         with self._lock:
             if table.nbytes <= _CACHED_BYTES:
                 self._cached[number, names] = table  # the cache is ordered by last use
-            while sum(known.nbytes for known in self._cached.values()) > _CACHED_BYTES:
+            while sum(cached.nbytes for cached in self._cached.values()) > _CACHED_BYTES:
                 self._cached.pop(next(iter(self._cached)))
         return table
 
@@ -276,13 +276,13 @@ def _tables(
     target = pa.schema([schema.field(n) for n in names])
     aligned = all(shard.aligned for shard in shards)
     whole = (table for shard in shards for table in shard.tables(names, predicate, decode=decode))
-    empty, found = empty_table(target), False
+    empty, has_rows = empty_table(target), False
     for encoded, tables in small_together(whole if aligned else _align(shards, names), names):
-        found = True
-        kept = physical(names) if encoded else names
+        has_rows = True
+        columns = physical(names) if encoded else names
         like = empty.drop_columns(["prompt_token_ids"]) if encoded else empty
-        yield pa.concat_tables([like, *tables], promote_options="permissive").select(kept)
-    if not found:
+        yield pa.concat_tables([like, *tables], promote_options="permissive").select(columns)
+    if not has_rows:
         yield empty
 
 
@@ -321,7 +321,7 @@ def _lacks_prompts(table: pa.Table, names: Sequence[str]) -> bool:
 
 
 def _align(
-    shards: Sequence[Shard], names: Sequence[str], given: Iterable[pa.Table] | None = None
+    shards: Sequence[Shard], names: Sequence[str], tables: Iterable[pa.Table] | None = None
 ) -> Iterator[pa.Table]:
     """Regroup the tables of other programs' files so that no trajectory spans two tables."""
     keyed = list(dict.fromkeys([*names, "trajectory_id"]))
@@ -331,7 +331,7 @@ def _align(
             hint = f"run `rollouts validate {where}` to list every error"
             raise InvariantError("columns_and_types", where, got, "", hint)
     rest: pa.Table | None = None
-    for table in given or (table for shard in shards for table in shard.tables(keyed)):
+    for table in tables or (table for shard in shards for table in shard.tables(keyed)):
         parts = [table] if rest is None else [rest, table]
         whole = pa.concat_tables(parts, promote_options="permissive")
         starts = trajectory_starts(whole)

@@ -52,10 +52,10 @@ class RemoteFiles:
     def __getattr__(self, name: str) -> Any:
         if name == "_files":  # while being unpickled
             raise AttributeError(name)
-        found = getattr(self._files, name)
+        value = getattr(self._files, name)
         if name in _QUESTIONS:
-            return partial(self._asked, found)
-        return _as_os_errors(found) if name in _CHANGES else found
+            return partial(self._asked, value)
+        return _as_os_errors(value) if name in _CHANGES else value
 
     def __eq__(self, other: object) -> bool:
         return bool(self._files == (other._files if isinstance(other, RemoteFiles) else other))
@@ -133,8 +133,8 @@ class _PatientFile(io.RawIOBase):
             read = partial(self._file.read, -1 if size is None else size)
             data = _reported(read, self._url) if self._at else self._repeated(self._streamed, size)
         else:
-            left = max(0, self._size - self._at)
-            num = left if size is None or size < 0 else min(size, left)
+            num_left = max(0, self._size - self._at)
+            num = num_left if size is None or size < 0 else min(size, num_left)
             data = self._repeated(self._whole, num) if num else b""
         self._at += len(data)
         return data

@@ -14,9 +14,9 @@ from schemas.metadata import Outcome
 Fold = Callable[[pl.Expr], pl.Expr]
 
 
-def dataset_outcome(path: PathLike, given: Outcome | None = None) -> Outcome:
-    """Choose how returns are computed: `given`, else the dataset's metadata, else `last`."""
-    return given or read_metadata(path).outcome or "last"
+def dataset_outcome(path: PathLike, chosen: Outcome | None = None) -> Outcome:
+    """Choose how returns are computed: `chosen`, else the dataset's metadata, else `last`."""
+    return chosen or read_metadata(path).outcome or "last"
 
 
 def has_segment(frame: pl.LazyFrame, name: str) -> bool:
@@ -64,8 +64,8 @@ def earned_reward(frame: pl.LazyFrame, outcome: Outcome) -> pl.Expr:
 
     For `last`, that is the reward of the row's last step; for `sum`, the row's reward.
     """
-    known = "reward" in frame.collect_schema()
-    reward = pl.col("reward") if known else pl.lit(None, pl.Float64)
+    has_reward = "reward" in frame.collect_schema()
+    reward = pl.col("reward") if has_reward else pl.lit(None, pl.Float64)
     if outcome == "sum" or not has_segment(frame, "reward"):
         return reward
     earned = pl.col("segments").list.last().struct.field("reward")

@@ -90,15 +90,15 @@ def rewrite(
     staging, workers = Staging(out), workers or Workers()
     report = progress or (lambda _num_rows: None)
     layout = layout or read_layout(dataset)
-    made = {key.decode(): value.decode() for key, value in metadata.encode(layout).items()}
-    identity = {"made": made, "shards": _states(dataset)}
+    pairs = {key.decode(): value.decode() for key, value in metadata.encode(layout).items()}
+    identity = {"made": pairs, "shards": _states(dataset)}
     with staging.resumable():
         shards = staging.out.datasets()
         if shards and not staging.may_be_publishing(identity):
             raise occupied(staging.where, len(shards))
         staging.begin(identity)
         parts = pieces(dataset)
-        facts = [made, [state for _, state in identity["shards"]]]
+        facts = [pairs, [state for _, state in identity["shards"]]]
         whole = Part.of(facts, num_parts=len(parts))
         done = {i: Counts(**report) for i, report in staging.resume(whole).items()}
         checkers = {i: structure_of(parts[i]) for i in done}
@@ -155,9 +155,14 @@ def _rewrite_piece(
     try:
         with RolloutWriter(emptied(out), layout=layout, metadata=metadata, part=part) as writer:
             for table in checked(checker, source, decode=decode):
-                made = transform(table)
-                writer.write(made)
-                sizes = (table.num_rows, _num_tokens(table), made.num_rows, _num_tokens(made))
+                transformed = transform(table)
+                writer.write(transformed)
+                sizes = (
+                    table.num_rows,
+                    _num_tokens(table),
+                    transformed.num_rows,
+                    _num_tokens(transformed),
+                )
                 counts += Counts(*sizes)
                 if progress is not None:
                     progress(table.num_rows)

@@ -53,34 +53,34 @@ def with_stored_digest(frame: pl.LazyFrame) -> pl.LazyFrame:
 def _digests(array: pa.Array) -> Digests:
     kind = array.type
     if pa.types.is_struct(kind):
-        found = np.zeros(len(array), np.uint64)
+        digests = np.zeros(len(array), np.uint64)
         for number, field in enumerate(kind):
             name = np.array([zlib.crc32(field.name.encode())], np.uint64)
             values = array.field(number)
-            found += np.where(to_numpy(values.is_valid()), _mixed(_digests(values), name), _ZERO)
+            digests += np.where(to_numpy(values.is_valid()), _mixed(_digests(values), name), _ZERO)
     elif pa.types.is_nested(kind):
         lengths = list_lengths(array)
         offsets = offsets_of(lengths)
         place = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
         values = _mixed(_digests(pc.list_flatten(array)), place.astype(np.uint64))
         total = np.concatenate([np.zeros(1, np.uint64), np.cumsum(values)])
-        found = _mixed(total[offsets[1:]] - total[offsets[:-1]], lengths.astype(np.uint64))
+        digests = _mixed(total[offsets[1:]] - total[offsets[:-1]], lengths.astype(np.uint64))
     elif pa.types.is_floating(kind):
-        found = filled(array, 0).astype(np.float64).view(np.uint64)
+        digests = filled(array, 0).astype(np.float64).view(np.uint64)
     elif pa.types.is_integer(kind) or pa.types.is_boolean(kind):
-        found = filled(array, 0).astype(np.int64).view(np.uint64)
+        digests = filled(array, 0).astype(np.int64).view(np.uint64)
     else:
         is_binary = pa.types.is_binary(kind) or pa.types.is_fixed_size_binary(kind)
         texts = array.cast(pa.binary() if is_binary else pa.large_string()).dictionary_encode()
         values = texts.dictionary.cast(pa.large_binary()).to_pylist()
         hashes = [hashlib.sha256(value).digest()[:8] for value in values]
-        found = np.frombuffer(b"\0" * 8 + b"".join(hashes), "<u8")[filled(texts.indices, -1) + 1]
-    found[~to_numpy(array.is_valid())] = _FACTORS[1]
-    return found
+        digests = np.frombuffer(b"\0" * 8 + b"".join(hashes), "<u8")[filled(texts.indices, -1) + 1]
+    digests[~to_numpy(array.is_valid())] = _FACTORS[1]
+    return digests
 
 
 def _mixed(values: Digests, with_: Digests) -> Digests:
-    found = values + (with_ + np.uint64(1)) * _FACTORS[0]
-    found = (found ^ (found >> np.uint64(30))) * _FACTORS[1]
-    mixed: Digests = found ^ (found >> np.uint64(27))
+    bits = values + (with_ + np.uint64(1)) * _FACTORS[0]
+    bits = (bits ^ (bits >> np.uint64(30))) * _FACTORS[1]
+    mixed: Digests = bits ^ (bits >> np.uint64(27))
     return mixed

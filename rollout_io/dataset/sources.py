@@ -84,10 +84,10 @@ class State(NamedTuple):
 def state_of(path: str) -> State | None:
     """Return the state of a local file; None if it is gone."""
     try:
-        found = os.stat(path)  # noqa: PTH116 - `Path` is slower, and this runs once a row group
+        status = os.stat(path)  # noqa: PTH116 - `Path` is slower, and this runs once a row group
     except OSError:
         return None
-    return State(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+    return State(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
 
 def _version(shard: Location) -> Any:

@@ -149,15 +149,15 @@ def _generated(tree: exp.Expr) -> str:
 def _checked(text: str) -> exp.Expr:
     dialect = _Dialect()
     try:
-        found = dialect.tokenize(text)
-        for token in found:
+        tokens = dialect.tokenize(text)
+        for token in tokens:
             if token.token_type is TokenType.SEMICOLON:
                 raise _unexpected(text, token.start)
             if token.comments:
                 raise NotAnExpressionError("a condition cannot contain a comment")
-        if sum(token.token_type not in _VALUES for token in found) > MOST_OPERATORS:
+        if sum(token.token_type not in _VALUES for token in tokens) > MOST_OPERATORS:
             raise TooLongError
-        (tree,) = dialect.parser().parse_into(exp.Condition, found, text) or [None]
+        (tree,) = dialect.parser().parse_into(exp.Condition, tokens, text) or [None]
         if tree is None:
             raise NotAnExpressionError("an empty condition")
         for node in tree.walk():

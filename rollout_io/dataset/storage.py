@@ -93,8 +93,8 @@ class Location:
         Raises:
             InputError: `out_is_free`: the directory contains a partitioned dataset.
         """
-        if self.fs.exists(self.path) and (found := self.partitions()):
-            raise occupied(self.path, len(found))
+        if self.fs.exists(self.path) and (partitions := self.partitions()):
+            raise occupied(self.path, len(partitions))
 
     def datasets(self) -> list[str]:
         """Return the shard paths of the dataset in this directory, partitioned or not."""
@@ -219,13 +219,13 @@ def _datasets(path: str) -> list[DatasetFiles]:
         return [DatasetFiles(shard.path, [shard], is_complete=False)]
     location = Location.of(path)
     if location.fs.isdir(location.path):
-        found = [_directory(location)]
+        datasets = [_directory(location)]
     elif location.fs.exists(location.path):
-        found = [DatasetFiles(location.path, [location], is_complete=False)]
+        datasets = [DatasetFiles(location.path, [location], is_complete=False)]
     else:
-        found = list(_matches(location, is_of_folders=path.endswith("/")))
-    if found := [dataset for dataset in found if dataset.shards]:
-        return found
+        datasets = list(_matches(location, is_of_folders=path.endswith("/")))
+    if datasets := [dataset for dataset in datasets if dataset.shards]:
+        return datasets
     raise _no_dataset(path, location)
 
 

@@ -107,10 +107,10 @@ class TrajectoryCondition:
         """
         if isinstance(condition, pl.Expr):
             return cls(text=str(condition), outer=condition_of(condition), parts={})
-        outer, found = parsed(condition)
+        outer, functions = parsed(condition)
         parts = {
             name: _part(function, condition_of(part, condition), os.fspath(dataset))
-            for name, (function, part) in found.items()
+            for name, (function, part) in functions.items()
         }
         return cls(text=condition, outer=condition_of(outer, condition), parts=parts)
 
@@ -155,8 +155,8 @@ def trajectory_columns(frame: pl.LazyFrame, outcome: Outcome) -> dict[str, tuple
         return pl.when(rows.struct.field("error").is_null().all()).then(total)
 
     def names(agents: pl.Expr) -> pl.Expr:
-        known = agents.drop_nulls().unique(maintain_order=True)
-        return pl.when(known.len() > 0).then(known.str.join(", "))
+        distinct = agents.drop_nulls().unique(maintain_order=True)
+        return pl.when(distinct.len() > 0).then(distinct.str.join(", "))
 
     earned = pl.struct(earned=earned_reward(frame, outcome), error="error")
     prompt, response = (pl.col(n).list.len() for n in ("prompt_token_ids", "response_ids"))
@@ -225,11 +225,11 @@ def row_values(
         got = f"{name} belongs to the trajectory, not to its rows"
         raise ConfigError("condition", where, got, hint=f"write {name} outside any, all and last")
     schema = frame.collect_schema()
-    known = list(with_absent(frame, names).collect_schema())
+    present = list(with_absent(frame, names).collect_schema())
     frame = with_absent(frame, [*names, *_NEEDED])
     schema = frame.collect_schema()
-    check_columns(condition.outer_names, [*known, *computed], where, condition.text)
-    check_columns(inner, known, where, condition.text)
+    check_columns(condition.outer_names, [*present, *computed], where, condition.text)
+    check_columns(inner, present, where, condition.text)
     folded = {name: computed[name] for name in condition.outer_names if name in computed}
     stored: dict[str, tuple[pl.Expr, Fold]] = {
         "error": (pl.col("error"), _first_error),
@@ -294,30 +294,30 @@ def evaluate(
     where = where or repr(condition.text)
     rows = row_values(frame, condition, trajectory_columns(frame, outcome), where)
     value = pl.col("holds")
-    found = rows.group_by("trajectory_id", maintain_order=True).agg(
+    values = rows.group_by("trajectory_id", maintain_order=True).agg(
         some=value.any(), every=value.all()
     )
     try:
-        return found.collect(engine="streaming")
+        return values.collect(engine="streaming")
     except POLARS_ERRORS as error:
         types = types_in(condition.names, frame.collect_schema())
         raise refused(error, where, types) from None
 
 
-def decided(found: pl.DataFrame, condition: TrajectoryCondition, where: str = "") -> pl.Series:
+def decided(values: pl.DataFrame, condition: TrajectoryCondition, where: str = "") -> pl.Series:
     """Return whether each trajectory matches.
 
     Args:
-        found: Trajectories, with the columns of `evaluate`.
+        values: Trajectories, with the columns of `evaluate`.
         condition: The condition.
         where: Location to name in messages; "": the condition.
 
     Raises:
         ConfigError: `condition`: some rows of a trajectory match, and others do not.
     """
-    split = found.filter(pl.col("some") & ~pl.col("every"))
+    split = values.filter(pl.col("some") & ~pl.col("every"))
     if split.is_empty():
-        return found["every"]
+        return values["every"]
     first = f"trajectory {split['trajectory_id'][0]!r}"
     more = f" and {count(len(split) - 1, 'other')}" if len(split) > 1 else ""
     got = f"{first}{more} match in some rows and not in others"

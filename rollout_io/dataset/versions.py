@@ -133,18 +133,18 @@ def digests(frame: pl.LazyFrame) -> pl.DataFrame:
 
 
 def write_version(
-    path: Path, values: pl.DataFrame, made: Mapping[str, Any], kind: Kind = REWARDS
+    path: Path, values: pl.DataFrame, how: Mapping[str, Any], kind: Kind = REWARDS
 ) -> None:
     """Write a version, which becomes visible once it is complete.
 
     Args:
         path: From `version_path`.
         values: Columns of `Kind.schema`.
-        made: How it was made, stored as JSON.
+        how: How it was made, stored as JSON.
         kind: Its kind.
     """
     table = values.cast(kind.schema).to_arrow()  # type: ignore[arg-type]
-    table = table.replace_schema_metadata({_MADE: json.dumps(made)})
+    table = table.replace_schema_metadata({_MADE: json.dumps(how)})
     path.parent.mkdir(exist_ok=True)
     with (
         whole(path) as partial,
@@ -164,20 +164,20 @@ def read_version(
     """
     path = version_path(dataset, name, kind)
     if not path.exists():
-        known = ", ".join(version_names(dataset, kind))
+        others = ", ".join(version_names(dataset, kind))
         got = f"no {kind.name} {name!r}"
         make = f"make one: rollouts rescore {dataset} {kind.option} ..."
-        raise InputError(RULE, dataset, got, hint=f"use one of {known}" if known else make)
+        raise InputError(RULE, dataset, got, hint=f"use one of {others}" if others else make)
     with open_input(path) as file:
         try:
             table = pa.ipc.open_file(file).read_all()
-            made = json.loads((table.schema.metadata or {})[_MADE])
+            how = json.loads((table.schema.metadata or {})[_MADE])
             values = pl.DataFrame(table.replace_schema_metadata(None))
             values = values.select(*kind.schema).cast(kind.schema)  # type: ignore[arg-type]
         except Exception as error:  # of Arrow, Polars or json, for a file of anything
             got = f"the file is not a {kind.name}: {' '.join(str(error).split())[:200]}"
             raise InputError(RULE, str(path), got, hint="score the dataset again") from None
-    return values, made
+    return values, how
 
 
 def read_current(

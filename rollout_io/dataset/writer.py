@@ -141,8 +141,8 @@ class RolloutWriter:
             message = f"cannot create {self._where}: {got}"
             raise InputError("out_is_free", self._where, got, "", hint, message=message)
         # Readers see either shards or partitions, so neither is added to the other.
-        if found := location.partitions() if append else location.datasets():
-            raise occupied(self._where, len(found))
+        if existing := location.partitions() if append else location.datasets():
+            raise occupied(self._where, len(existing))
         return shards
 
     def __enter__(self) -> Self:
@@ -163,14 +163,14 @@ class RolloutWriter:
             self.abort()
             raise
 
-    def _add(self, given: pa.Table) -> None:
-        raise_errors(misnamed_columns(given), self._where)
+    def _add(self, rows: pa.Table) -> None:
+        raise_errors(misnamed_columns(rows), self._where)
         # Every write recomputes the physical columns.
-        table = given.drop_columns([n for n in given.column_names if n in PREFIX_TYPES])
+        table = rows.drop_columns([n for n in rows.column_names if n in PREFIX_TYPES])
         if self.num_rows == 0 and not self._pending:
             self._empty = table.slice(0, 0)
         if self._metadata is None:
-            self._metadata = DatasetMetadata.decode(given.schema.metadata)
+            self._metadata = DatasetMetadata.decode(rows.schema.metadata)
         if table.num_rows == 0:
             return
         self._pending.append(table)
@@ -253,8 +253,8 @@ class RolloutWriter:
         if self._shard is None:
             pairs = (self._metadata or DatasetMetadata()).encode(self._layout)
             if self._places is None and not self._stands_alone:
-                given = self._part
-                self._places = Places(given) if given else Places.of_whole(pairs, table)
+                part = self._part
+                self._places = Places(part) if part else Places.of_whole(pairs, table)
             schema = table.schema.with_metadata(pairs)
             name = shard_name(self._next_index, self._tag)
             self._shard = _Shard(self._location, self._location.join(name), schema)

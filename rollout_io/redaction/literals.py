@@ -124,10 +124,10 @@ def _plain(match: re.Match[bytes]) -> bytes:
 @lru_cache(maxsize=8)  # a text is scanned, and then searched
 def views(content: bytes) -> list[View]:
     """Return a text as it is and, if it has escapes, without them: escapes may give new escapes."""
-    found = [View.of(content)]
-    while len(found) <= _DEPTH and _ESCAPE.search(found[-1].content):
-        found.append(found[-1].unescaped())
-    return found
+    listed = [View.of(content)]
+    while len(listed) <= _DEPTH and _ESCAPE.search(listed[-1].content):
+        listed.append(listed[-1].unescaped())
+    return listed
 
 
 def widened(content: bytes, start: int, end: int) -> bytes:
@@ -267,7 +267,7 @@ class Literals:
         if not self.secrets:
             return [[] for _ in texts]
         exact, compact = self._searches
-        found: list[list[tuple[int, int, int]]] = []
+        all_spans: list[list[tuple[int, int, int]]] = []
         for text in texts:
             hits = set[tuple[int, int, int]]()
             # Escaped texts are searched as they are and without escapes: a backslash may be text.
@@ -276,8 +276,8 @@ class Literals:
                 if self._compact:
                     short = view.compact()
                     hits.update((*short.span(a, b), n) for a, b, n in compact(short.content))
-            found.append(list(_joined(hits)))
-        return found
+            all_spans.append(list(_joined(hits)))
+        return all_spans
 
     def halves(self, texts: Sequence[bytes], cuts: Sequence[Sequence[int]]) -> Iterator[bytes]:
         """Yield the parts of secrets that begin before a cut and end after it.
@@ -295,9 +295,11 @@ class Literals:
         if not self.secrets:
             return
         near = 4 * self.longest  # escapes and blanks take more bytes
-        rows = [(t, max(0, c - near), c) for t, each in zip(texts, cuts, strict=True) for c in each]
-        found = self.spans([text[begin : cut + near] for text, begin, cut in rows])
-        for (text, begin, cut), spans in zip(rows, found, strict=True):
+        rows = [
+            (t, max(0, c - near), c) for t, places in zip(texts, cuts, strict=True) for c in places
+        ]
+        all_spans = self.spans([text[begin : cut + near] for text, begin, cut in rows])
+        for (text, begin, cut), spans in zip(rows, all_spans, strict=True):
             for start, end, _ in spans:
                 yield from cut_parts(text, begin + start, begin + end, [cut])
 
@@ -310,8 +312,8 @@ def cut_parts(text: bytes, start: int, end: int, cuts: Sequence[int]) -> Iterato
             yield text[left:right]
 
 
-def _joined(found: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
-    ordered = sorted(set(found), key=lambda each: (each[0], -each[1], each[2]))
+def _joined(spans: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
+    ordered = sorted(set(spans), key=lambda span: (span[0], -span[1], span[2]))
     ends = accumulate((end for _, end, _ in ordered), max)
     begun: tuple[int, int, int] | None = None
     for (start, _, number), end in zip(ordered, ends, strict=True):

@@ -69,8 +69,8 @@ def outside(text: bytes, spans: Spans) -> Spans:
         >>> outside(b'{"role": "user", "a": "user"}', [(10, 14, 0), (23, 27, 0)])
         [(23, 27, 0)]
     """
-    kept = list[tuple[int, int, int]]()
-    places = [found.span() for found in _PLACES.finditer(text)]
+    outside_spans = list[tuple[int, int, int]]()
+    places = [match.span() for match in _PLACES.finditer(text)]
     at = 0
     for start, end, number in spans:
         while at < len(places) and places[at][1] <= start:
@@ -79,8 +79,8 @@ def outside(text: bytes, spans: Spans) -> Spans:
             if begin >= end:
                 break
             if start < begin:
-                kept.append((start, begin, number))
+                outside_spans.append((start, begin, number))
             start = max(start, finish)
         if start < end:
-            kept.append((start, end, number))
-    return kept
+            outside_spans.append((start, end, number))
+    return outside_spans

@@ -165,5 +165,9 @@ def _recognizers() -> tuple[tuple[Any, str], ...]:
             "pip install presidio-analyzer",
             message="--personal needs the package presidio_analyzer, which is not installed",
         ) from None
-    made = [getattr(predefined_recognizers, f"{name}Recognizer")() for name in PERSONAL]
-    return tuple((each, entity) for each in made for entity in each.supported_entities)
+    recognizers = [getattr(predefined_recognizers, f"{name}Recognizer")() for name in PERSONAL]
+    return tuple(
+        (recognizer, entity)
+        for recognizer in recognizers
+        for entity in recognizer.supported_entities
+    )

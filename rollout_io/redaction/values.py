@@ -40,10 +40,10 @@ class Replacer:
 
     def texts(self, texts: Sequence[bytes]) -> list[bytes]:
         """Return the texts without secrets. JSON remains JSON."""
-        found = self.literals.spans(texts)
+        spans_of = self.literals.spans(texts)
         return [
             self._text(text, spans) if spans else self._listed(text)
-            for text, spans in zip(texts, found, strict=True)
+            for text, spans in zip(texts, spans_of, strict=True)
         ]
 
     def _listed(self, text: bytes) -> bytes:
@@ -51,17 +51,17 @@ class Replacer:
         if not _LISTS.fullmatch(text):
             return text
         try:
-            given = pa.array([_parsed(text)])
+            ids = pa.array([_parsed(text)])
         except (pa.ArrowException, OverflowError):  # no ids
             return text
-        made = self.column(given)
-        return text if made.equals(given) else json.dumps(made[0].as_py()).encode()
+        clean = self.column(ids)
+        return text if clean.equals(ids) else json.dumps(clean[0].as_py()).encode()
 
     def _text(self, text: bytes, spans: Spans) -> bytes:
         is_json = text[:1] in {b"{", b"["} and _parsed(text) is not None
-        made = _replaced(text, outside(text, spans) if is_json else spans)
-        if not is_json or _parsed(made) is not None:
-            return made
+        clean = _replaced(text, outside(text, spans) if is_json else spans)
+        if not is_json or _parsed(clean) is not None:
+            return clean
         # The secret contains syntax of JSON: replace it in each string instead.
         return json.dumps(self.value(_parsed(text))).encode()
 
@@ -71,8 +71,8 @@ class Replacer:
         Words of the protocol stay (`rollout_io.redaction.protocol`).
         """
         if isinstance(value, str):
-            made = self.texts([value.encode("utf-8", "surrogatepass")])[0]
-            return made.decode("utf-8", "surrogatepass")
+            clean = self.texts([value.encode("utf-8", "surrogatepass")])[0]
+            return clean.decode("utf-8", "surrogatepass")
         if isinstance(value, dict):
             return {
                 key if key in WORDS else self.value(key): (
@@ -91,8 +91,8 @@ class Replacer:
             tokenizer=self.value(metadata.tokenizer),
             models=tuple(self.value(metadata.models)),
             made_by=tuple(
-                {name: v if name == "verb" else self.value(v) for name, v in each.items()}
-                for each in metadata.made_by
+                {name: v if name == "verb" else self.value(v) for name, v in step.items()}
+                for step in metadata.made_by
             ),
         )
 
@@ -113,10 +113,10 @@ class Replacer:
             # Values that no row has any more are not scanned, and not kept.
             used = pc.unique(array.indices.drop_null()).sort()
             at = pc.index_in(array.indices, used, skip_nulls=True).cast(kind.index_type)
-            made = self.column(array.dictionary.take(used), name)
-            return pa.DictionaryArray.from_arrays(at, made, ordered=kind.ordered)
+            clean = self.column(array.dictionary.take(used), name)
+            return pa.DictionaryArray.from_arrays(at, clean, ordered=kind.ordered)
         if pa.types.is_struct(kind):
-            fields = [self.column(array.field(i), each.name) for i, each in enumerate(kind)]
+            fields = [self.column(array.field(i), field.name) for i, field in enumerate(kind)]
             return pa.StructArray.from_arrays(fields, fields=list(kind), mask=array.is_null())
         if pa.types.is_map(kind):
             return self._map(array)
@@ -125,11 +125,11 @@ class Replacer:
         values = [None if v is None else _bytes(v) for v in array.to_pylist()]
         if pa.types.is_fixed_size_binary(kind):
             spans = self.literals.spans([v or b"" for v in values])
-            stars = [v and _starred(v, found) for v, found in zip(values, spans, strict=True)]
+            stars = [v and _starred(v, hits) for v, hits in zip(values, spans, strict=True)]
             return pa.array(stars, kind)
         texts = {v for v in values if v is not None and not is_protocol(name, readable(v))}
-        made = dict(zip(texts, self.texts(list(texts)), strict=True))
-        out = [value if value is None else made.get(value, value) for value in values]
+        clean = dict(zip(texts, self.texts(list(texts)), strict=True))
+        out = [value if value is None else clean.get(value, value) for value in values]
         return pa.array(out, pa.large_binary()).cast(kind)
 
     def _map(self, array: pa.Array) -> pa.Array:
@@ -143,15 +143,15 @@ class Replacer:
     def _list(self, array: pa.Array) -> pa.Array:
         kind = array.type
         is_fixed = pa.types.is_fixed_size_list(kind)
-        given = array.cast(pa.list_(kind.value_field)) if is_fixed else array
-        flat = pc.list_flatten(given)
+        lists = array.cast(pa.list_(kind.value_field)) if is_fixed else array
+        flat = pc.list_flatten(lists)
         if pa.types.is_integer(kind.value_type):
-            made = self._ids(flat, list_lengths(given))
+            clean = self._ids(flat, list_lengths(lists))
         else:
-            made = self.column(flat)
-        offsets = to_arrow(offsets_of(list_lengths(given)))
-        mask = given.is_null() if given.null_count else None
-        return pa.LargeListArray.from_arrays(offsets, made, mask=mask).cast(kind)
+            clean = self.column(flat)
+        offsets = to_arrow(offsets_of(list_lengths(lists)))
+        mask = lists.is_null() if lists.null_count else None
+        return pa.LargeListArray.from_arrays(offsets, clean, mask=mask).cast(kind)
 
     def _ids(self, flat: pa.Array, lengths: IntArray) -> pa.Array:
         """Replace secrets in flat lists of integers; nulls are no ids, and stay."""

@@ -114,8 +114,8 @@ class Budget:
         if not isinstance(value, _CONTAINERS):
             self.weigh(value)
             return _SCALAR_CHARS
-        if (known := self._weights.get(id(value))) is not None:
-            return known[1]
+        if (weighed := self._weights.get(id(value))) is not None:
+            return weighed[1]
         parts = [*value, *value.values()] if isinstance(value, dict) else value
         weight = 2 + sum(map(self._weight, parts))
         if weight > MAX_CHARS:
@@ -167,20 +167,20 @@ def _counted_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
             return function(*arguments, **options)
         budget.step()
         budget.look_at_clock()
-        given = list(arguments[num_passed:])
-        for value in given:
+        values = list(arguments[num_passed:])
+        for value in values:
             _no_namespace(value)
         if name in _WIDENING:
-            _check_widths([*given[1:], *options.values()])
+            _check_widths([*values[1:], *options.values()])
         if name == "format":
-            _check_pattern(str(given[0]))
-        if name == "replace" and len(given) >= 3:
-            _take_replaced(budget, str(given[0]), str(given[1]), str(given[2]))
+            _check_pattern(str(values[0]))
+        if name == "replace" and len(values) >= 3:
+            _take_replaced(budget, str(values[0]), str(values[1]), str(values[2]))
         if name == "join":
-            given[0] = list(counted(given[0]))
-            separator = given[1] if len(given) > 1 else options.get("d", "")
-            _take_joined(budget, given[0], str(separator))
-        return budget.weigh(function(*arguments[:num_passed], *given, **options))
+            values[0] = list(counted(values[0]))
+            separator = values[1] if len(values) > 1 else options.get("d", "")
+            _take_joined(budget, values[0], str(separator))
+        return budget.weigh(function(*arguments[:num_passed], *values, **options))
 
     return call
 
@@ -248,8 +248,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: PYI063
         """Call a function with bounded arguments."""
         budget = _active.get()
-        own = (__self.counted, __self.joined, __self.weighed)
-        if budget is None or any(__obj is function for function in own):
+        functions = (__self.counted, __self.joined, __self.weighed)
+        if budget is None or any(__obj is function for function in functions):
             return super().call(__context, __obj, *args, **kwargs)
         budget.step()
         if isinstance(__obj, LoopContext):
@@ -392,5 +392,5 @@ def _take_replaced(budget: Budget, text: Any, old: Any, new: Any) -> None:
 def _take_joined(budget: Budget, items: list[Any], separator: Any) -> None:
     for item in items:
         _no_namespace(item)
-    own = sum(len(item) for item in items if isinstance(item, str | bytes))
-    budget.take(own + len(separator) * max(len(items) - 1, 0))
+    num_chars = sum(len(item) for item in items if isinstance(item, str | bytes))
+    budget.take(num_chars + len(separator) * max(len(items) - 1, 0))

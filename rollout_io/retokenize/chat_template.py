@@ -77,7 +77,7 @@ def find_template(name_or_path: str) -> str:
 
 
 def _names_near(name: str) -> str:
-    near = [known for known in TEMPLATES if known.startswith(name)]
+    near = [template for template in TEMPLATES if template.startswith(name)]
     near = near or difflib.get_close_matches(name, TEMPLATES, 1)
     return f"did you mean {near[0]}?" if near else "use a file, or one of " + ", ".join(TEMPLATES)
 

@@ -62,17 +62,17 @@ def as_text(
     """
     plain = [dict(message) for message in messages]
     patterns = {True: _pattern(tokenizer.control_tokens), False: _pattern(tokenizer.marker_tokens)}
-    given: list[tuple[Message, re.Pattern[str]]]
-    given = [(value, patterns[value["role"] == "assistant"]) for value in plain]
-    given += [(tool, patterns[False]) for tool in tools or ()]
-    texts = [(text, pattern) for value, pattern in given for text in _texts(value)]
+    pairs: list[tuple[Message, re.Pattern[str]]]
+    pairs = [(value, patterns[value["role"] == "assistant"]) for value in plain]
+    pairs += [(tool, patterns[False]) for tool in tools or ()]
+    texts = [(text, pattern) for value, pattern in pairs for text in _texts(value)]
     num_texts = sum(len(pattern.findall(text)) for text, pattern in texts)
     if not num_texts:
         return Literal(plain, tools, tokenizer, 0)
     literal = _literal(tokenizer, [text for text, _ in texts], where)
-    made = [_mapped(value, partial(literal.marked, pattern)) for value, pattern in given]
+    marked = [_mapped(value, partial(literal.marked, pattern)) for value, pattern in pairs]
     size = len(plain)
-    return Literal(made[:size], None if tools is None else made[size:], literal, num_texts)
+    return Literal(marked[:size], None if tools is None else marked[size:], literal, num_texts)
 
 
 def encode_text(
@@ -120,16 +120,16 @@ class LiteralTokenizer(ChatTokenizer):
         texts = self.with_placeholders(texts)
         literals = {mark: token for token, mark in self.marks.items()}
         pattern, spelled = _pattern(self.names), _pattern(literals)
-        made = [pattern.sub(lambda match: self.names[match[0]], text) for text in texts]
-        made = [spelled.sub(lambda match: literals[match[0]], text) for text in made]
-        found = [
-            encoding.ids for encoding in self.renamed.encode_batch(made, add_special_tokens=False)
+        marked = [pattern.sub(lambda match: self.names[match[0]], text) for text in texts]
+        marked = [spelled.sub(lambda match: literals[match[0]], text) for text in marked]
+        encoded = [
+            encoding.ids for encoding in self.renamed.encode_batch(marked, add_special_tokens=False)
         ]
         ids = {self.backend.convert_tokens_to_ids(token) for token in self.names}
-        for text, tokens, where in zip(texts, found, places, strict=True):
+        for text, tokens, where in zip(texts, encoded, places, strict=True):
             if sum(token in ids for token in tokens) != len(pattern.findall(text)):
                 raise _refused(self, where)
-        return found
+        return encoded
 
 
 @lru_cache(maxsize=64)
@@ -151,10 +151,10 @@ def _literal(tokenizer: ChatTokenizer, texts: Iterable[str], where: str) -> Lite
     for number in range(_MAX_TRIES):
         marks = {token: _mark(token, number) for token in tokenizer.marker_tokens}
         if not any(mark in whole for mark in marks.values()):
-            found = tokenizer.literals.get(number)
-            if found is None:
-                found = tokenizer.literals[number] = _made(tokenizer, marks, where)
-            return found
+            literal = tokenizer.literals.get(number)
+            if literal is None:
+                literal = tokenizer.literals[number] = _made(tokenizer, marks, where)
+            return literal
     raise _refused(tokenizer, where, "all marks for it occur as well")
 
 
@@ -168,7 +168,7 @@ def _made(tokenizer: ChatTokenizer, marks: dict[str, str], where: str) -> Litera
     names = {token: _NAME.format(i) for i, token in enumerate(tokens)}
     if any(pattern.search(text) for text in (*marks.values(), *names.values())):
         raise _refused(tokenizer, where, "its special tokens occur inside others")
-    made = LiteralTokenizer(
+    literal = LiteralTokenizer(
         tokenizer.name,
         tokenizer.backend,
         tokenizer.template_kwargs,
@@ -177,9 +177,9 @@ def _made(tokenizer: ChatTokenizer, marks: dict[str, str], where: str) -> Litera
         renamed=_renamed(tokenizer, names, where),
     )
     sample = "".join(f"{token}a b\n" for token in tokens)
-    if made.encode([sample], [where]) != tokenizer.encode([sample], [where]):
+    if literal.encode([sample], [where]) != tokenizer.encode([sample], [where]):
         raise _refused(tokenizer, where)
-    return made
+    return literal
 
 
 def _renamed(tokenizer: ChatTokenizer, names: Mapping[str, str], where: str) -> Any:

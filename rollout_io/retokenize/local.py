@@ -89,8 +89,8 @@ def tokenizer_file(name: str) -> Path:
     Raises:
         InputError: `tokenizer`: see `tokenizer_directory`.
     """
-    given = Path(name)
-    return given if given.is_file() else Path(tokenizer_directory(name)) / "tokenizer.json"
+    path = Path(name)
+    return path if path.is_file() else Path(tokenizer_directory(name)) / "tokenizer.json"
 
 
 def is_other_tokenizer(name: str, metadata: DatasetMetadata) -> bool:
@@ -106,8 +106,8 @@ def is_other_tokenizer(name: str, metadata: DatasetMetadata) -> bool:
 
 def about_other_tokenizer(name: str, metadata: DatasetMetadata) -> str:
     """Return the warning about a tokenizer that differs from the dataset's."""
-    own = metadata.tokenizer or "name unknown"
-    return f"{name} is not the tokenizer of the dataset ({own}): decoded text may be wrong"
+    of_dataset = metadata.tokenizer or "name unknown"
+    return f"{name} is not the tokenizer of the dataset ({of_dataset}): decoded text may be wrong"
 
 
 def vocabulary_fingerprint(vocabulary: Mapping[str, int]) -> str:
@@ -140,9 +140,9 @@ def tokenizer_directory(name: str) -> str:
         got = "the path is not a directory"
         hint = f"pass the directory of the tokenizer: {path.parent}"
     elif _HUB_ID.fullmatch(name):
-        found = find_tokenizer(name)
-        if found is not None:
-            return found
+        directory = find_tokenizer(name)
+        if directory is not None:
+            return directory
         got = "the tokenizer is neither a directory nor a model in the local Hugging Face cache"
         hint = (
             f"download it: hf download {name} --include 'tokenizer*' '*.jinja'; or pass a directory"
@@ -166,7 +166,7 @@ def _near(path: Path) -> Path | None:
         near = [path.parent / name for name in get_close_matches(path.name, names)]
         if not path.is_absolute():
             near = [child / path for child in sorted(Path().iterdir())] + near
-        return next((found for found in near if found.is_dir() and has_tokenizer(found)), None)
+        return next((folder for folder in near if folder.is_dir() and has_tokenizer(folder)), None)
     except (OSError, ValueError):  # an unreadable directory; a NUL byte in the name
         return None
 

@@ -113,12 +113,12 @@ def retokenize(
     )
     first = _first_answer(plain, num_given, where)
     response = _response(plain, first, tokenizer, tools, logprobs, where)
-    header, given = int(response.spans[0, 0]), response.logprobs
+    header, values = int(response.spans[0, 0]), response.logprobs
     return Retokenized(
         prompt_token_ids=_prompt(plain[:first], header, tokenizer, tools, where),
         response_ids=response.response_ids[header:],
         loss_mask=response.loss_mask[header:],
-        logprobs=None if given is None else given[header:],
+        logprobs=None if values is None else values[header:],
         spans=response.spans - np.array([header, 0], np.int32),
         num_literal=num_literal,
     )
@@ -262,8 +262,8 @@ def _aligned(
         got = f"the log-probabilities are not one list of numbers per assistant message: {error}"
         raise InvariantError("lengths_align", where, got, "", hint) from None
     if [array.shape for array in arrays] != [(length,) for _, length in spans]:
-        given, lengths = [array.size for array in arrays], [length for _, length in spans]
-        got = f"the assistant messages have {lengths} tokens but {given} log-probabilities"
+        sizes, lengths = [array.size for array in arrays], [length for _, length in spans]
+        got = f"the assistant messages have {lengths} tokens but {sizes} log-probabilities"
         raise InvariantError("lengths_align", where, got, "", hint)
     result = np.zeros(len(mask), np.float32)
     result[mask] = [value for array in arrays for value in array]

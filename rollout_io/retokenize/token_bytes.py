@@ -72,10 +72,10 @@ class TokenBytes:
     def _bounds(
         self, ids: npt.NDArray[np.int32]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        known = (ids >= 0) & (ids < len(self.offsets) - 1)
-        at = np.where(known, ids, 0)
+        in_range = (ids >= 0) & (ids < len(self.offsets) - 1)
+        at = np.where(in_range, ids, 0)
         begins = self.offsets[at]
-        return begins, np.where(known, self.offsets[at + 1], begins)
+        return begins, np.where(in_range, self.offsets[at + 1], begins)
 
 
 def load_token_bytes(path: str) -> TokenBytes:
@@ -152,8 +152,8 @@ def _speller(decoders: Sequence[Mapping[str, Any]], continuing: str) -> Any:
     has_bytes, has_spaces = "ByteFallback" in kinds, kinds & {"Metaspace", "Replace"}
 
     def spell(token: str) -> bytes:
-        if has_bytes and (found := _HEX.fullmatch(token)):
-            return bytes([int(found[1], 16)])
+        if has_bytes and (match := _HEX.fullmatch(token)):
+            return bytes([int(match[1], 16)])
         text = token.replace(_SPACE, " ") if has_spaces else token
         return text.encode("utf-8", "replace")
 

@@ -139,11 +139,11 @@ class ChatTokenizer:
             text = self.render([{"role": "user", "content": [*parts]}])
         except RolloutError:
             return None
-        found = re.search("before(.*?)after", whole, re.DOTALL)
-        if found is None or "before" + "after" not in text:
+        match = re.search("before(.*?)after", whole, re.DOTALL)
+        if match is None or "before" + "after" not in text:
             return None
         marks = [str(token) for token in self._added_tokens]
-        return found[1] if any(mark in found[1] for mark in marks) else None
+        return match[1] if any(mark in match[1] for mark in marks) else None
 
     @cached_property
     def placeholder_id(self) -> int | None:
@@ -156,8 +156,8 @@ class ChatTokenizer:
             for token in self.backend(self.placeholder, add_special_tokens=False)["input_ids"]
             if token in self.backend.added_tokens_decoder
         ]
-        known = [token for token in added if self.decode([token]) == named]
-        return int((known or added[len(added) // 2 :])[0]) if added else None
+        same = [token for token in added if self.decode([token]) == named]
+        return int((same or added[len(added) // 2 :])[0]) if added else None
 
     def added_text(self, *, system: bool) -> str:
         """Return the text that the chat template adds to a user message.
@@ -230,13 +230,13 @@ class ChatTokenizer:
             raise InputError("assistant_masks", where, got, "", hint)
         self.render(messages, tools, where=where)
         with _bounded():
-            made = self.backend.apply_chat_template(
+            rendered = self.backend.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=list(tools) if tools else None,
                 **self.template_kwargs
                 | {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True},
             )
-        return list(made["input_ids"]), [bool(mark) for mark in made["assistant_masks"]]
+        return list(rendered["input_ids"]), [bool(mark) for mark in rendered["assistant_masks"]]
 
     def encode(self, texts: Sequence[str], places: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text; special tokens are recognised in the text but never added.
@@ -264,8 +264,8 @@ class ChatTokenizer:
 
     def with_placeholders(self, texts: Sequence[str]) -> list[str]:
         """Replace each `PICTURE` by the placeholder of the chat template."""
-        given = self.placeholder if any(PICTURE in text for text in texts) else None
-        return [text.replace(PICTURE, given) if given else text for text in texts]
+        placeholder = self.placeholder if any(PICTURE in text for text in texts) else None
+        return [text.replace(PICTURE, placeholder) if placeholder else text for text in texts]
 
     @staticmethod
     def refuse_lone_surrogates(texts: Sequence[str], places: Sequence[str]) -> None:
@@ -293,10 +293,10 @@ class ChatTokenizer:
 
         Engines decode tokens in this way when they report log-probabilities.
         """
-        known = self._token_texts
-        for token in {*ids} - known.keys():
-            known[token] = self.decode([token])
-        return "".join([known[token] for token in ids])
+        texts = self._token_texts
+        for token in {*ids} - texts.keys():
+            texts[token] = self.decode([token])
+        return "".join([texts[token] for token in ids])
 
     @cached_property
     def _token_texts(self) -> dict[int, str]:
