@@ -104,14 +104,14 @@ def application(
         available: Paths to name if a path is unknown.
         hint: What to do then.
     """
-    known = ", ".join(available)
+    listed = ", ".join(available)
 
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, RolloutError)
         return refuse(error, request.scope["path"])
 
     async def unknown_path(request: Request, _: Exception) -> Response:
-        got = f"unknown path; available: {known}" if known else "unknown path"
+        got = f"unknown path; available: {listed}" if listed else "unknown path"
         path = request.scope["path"]
         return refuse(InputError("no_such_path", path, got, hint=hint), path)
 

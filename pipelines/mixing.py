@@ -197,11 +197,11 @@ def _common_schema(frames: Mapping[str, pl.LazyFrame]) -> pl.Schema:
     kinds: dict[str, pl.DataType] = {}
     for name, data in zip(frames, empty, strict=True):
         for column, kind in data.schema.items():
-            known = kinds.setdefault(column, kind)
+            first_kind = kinds.setdefault(column, kind)
             # Nested types may have a supertype (structs with more fields): let concat decide.
-            if known != kind and not (known.is_nested() and kind.is_nested()):
+            if first_kind != kind and not (first_kind.is_nested() and kind.is_nested()):
                 where = f"{name}, column {column!r}"
-                raise InvariantError("columns_and_types", where, f"type {kind}", f"{known}")
+                raise InvariantError("columns_and_types", where, f"type {kind}", f"{first_kind}")
     try:
         return pl.concat(empty, how="diagonal_relaxed").schema
     except pl.exceptions.PolarsError as error:

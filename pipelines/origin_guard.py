@@ -131,8 +131,8 @@ def is_loopback(host: str) -> bool:
 
 def is_host_name(text: str) -> bool:
     """True if the text is a host name or address without a port."""
-    found = _authority(text)
-    return found is not None and found.port is None
+    authority = _authority(text)
+    return authority is not None and authority.port is None
 
 
 def _values(scope: Scope, name: bytes) -> list[str]:
@@ -145,8 +145,8 @@ def _plain(name: str) -> str:
 
 def _authority(text: str) -> _Authority | None:
     """Parse an authority such as "localhost:8100"; None if it is malformed."""
-    found = _AUTHORITY.fullmatch(text.lower())
-    return found and _Authority(_plain(found[1]), None if found[2] is None else int(found[2]))
+    match = _AUTHORITY.fullmatch(text.lower())
+    return match and _Authority(_plain(match[1]), None if match[2] is None else int(match[2]))
 
 
 def _address(host: str) -> IPv4Address | IPv6Address | None:

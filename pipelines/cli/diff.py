@@ -88,21 +88,21 @@ def diff(
         note(f"findings {name} are not compared: different functions made them")
     directions = DIRECTIONS | {f"findings {finder.__name__}": -1 for finder in FINDERS}
     better = dict.fromkeys(higher, 1) | dict.fromkeys(lower, -1)
-    found = differences(lines_a, lines_b, rate=rate, directions=directions | better)
-    if found.tasks.is_empty():
+    compared = differences(lines_a, lines_b, rate=rate, directions=directions | better)
+    if compared.tasks.is_empty():
         hint = "compare datasets of the same tasks; see their ids: rollouts inspect DS"
         raise InputError("same_tasks", f"{a} and {b}", "no task is in both datasets", hint=hint)
-    names_of_numbers = found.numbers["name"].to_list()
+    names_of_numbers = compared.numbers["name"].to_list()
     for name in better.keys() - set(names_of_numbers):
         hint = f"use one of {', '.join(names_of_numbers)}"
         raise HintedUsageError(f"--higher, --lower: there is no number {name!r}", hint)
     partings = greedy_partings(first, second)
     if as_json:
-        emit_json(found.as_json() | {"a": a, "b": b, "greedy": partings.to_dicts()})
+        emit_json(compared.as_json() | {"a": a, "b": b, "greedy": partings.to_dicts()})
         return
     returns = pl.concat([lines_a["return"], lines_b["return"]]).drop_nulls()
     passed = PASSED if returns.is_in([0.0, 1.0]).all() else "share with return > 0"
-    emit("\n".join(_screen(a, b, found, partings, passed)))
+    emit("\n".join(_screen(a, b, compared, partings, passed)))
     next_command("rollouts", "view", *dict.fromkeys((a, b)))
 
 
@@ -146,24 +146,26 @@ def _attempts(
     )
 
 
-def _screen(a: str, b: str, found: Differences, partings: pl.DataFrame, passed: str) -> list[str]:
+def _screen(
+    a: str, b: str, compared: Differences, partings: pl.DataFrame, passed: str
+) -> list[str]:
     """Format the comparison; `passed` is the label of the share of attempts with a return > 0."""
     from pipelines.statistics.differences import PASSED
 
-    tasks = found.tasks
+    tasks = compared.tasks
     only = [
         f"{num:,} only in {x}"
-        for x, num in (("A", found.num_only_a), ("B", found.num_only_b))
+        for x, num in (("A", compared.num_only_a), ("B", compared.num_only_b))
         if num
     ]
     lines = [f"A  {printable(a)}", f"B  {printable(b)}"]
     lines.append(", ".join([f"{count(len(tasks), 'task')} in both", *only]))
-    for x, num in (("A", found.num_copies_a), ("B", found.num_copies_b)):
+    for x, num in (("A", compared.num_copies_a), ("B", compared.num_copies_b)):
         if num:
             lines.append(f"{x}: {count(num, 'copy')} of greedy attempts left out")
     sizes = ["tasks", "attempts", "unknown"]
     table = [["", "A", "B", "change", "95 % interval", "", *sizes]]
-    for one in found.numbers.iter_rows(named=True):
+    for one in compared.numbers.iter_rows(named=True):
         name = one["name"]
         table.append(
             [
@@ -177,11 +179,11 @@ def _screen(a: str, b: str, found: Differences, partings: pl.DataFrame, passed: 
                 f"{one['num_unknown_a']:,} {one['num_unknown_b']:,}",
             ]
         )
-    lines += ["", *columns(table), "", _chance(len(found.numbers.drop_nulls("low")))]
+    lines += ["", *columns(table), "", _chance(len(compared.numbers.drop_nulls("low")))]
     verdicts = dict(tasks["verdict"].value_counts().rows())
     counted = [f"{verdicts.get(x, 0):,} {x}" for x in ("win", "tie", "loss", "unknown")]
     lines.append(f"tasks, for B: {', '.join(counted)}")
-    if (least := found.least_changed) != 1:
+    if (least := compared.least_changed) != 1:
         unless = "" if least is None else f" unless at least {least:,} change completely"
         lines.append(f"with these numbers of attempts, no task can be certain{unless}")
     for verdict, title in (("loss", "worse"), ("win", "better")):
@@ -195,7 +197,7 @@ def _screen(a: str, b: str, found: Differences, partings: pl.DataFrame, passed: 
                 )
                 + (f", {unknown:,} unknown" if unknown else "")
             )
-    lines += suspected(found.suspicions)
+    lines += suspected(compared.suspicions)
     if len(partings):
         parted = partings.filter(partings["row"].is_not_null())
         lines.append(f"greedy attempts: {len(parted):,} of {count(len(partings), 'task')} differ")
@@ -208,8 +210,8 @@ def _chance(num: int) -> str:
     """Say how many of the intervals leave out 0 by chance."""
     if not num:
         return "no interval: no number changed, or fewer than two tasks have it"
-    said = f"{count(num, 'interval')}: by chance alone, about {0.05 * num:.2g} would not contain 0"
-    return f"{said} (*: does not, even if all of them are to hold together)"
+    text = f"{count(num, 'interval')}: by chance alone, about {0.05 * num:.2g} would not contain 0"
+    return f"{text} (*: does not, even if all of them are to hold together)"
 
 
 def suspected(suspicions: list[dict[str, Any]]) -> list[str]:

@@ -141,11 +141,13 @@ class _Source:
         if values["keep_rows"] is not None:
             move = values["move_outcome"]
             frame, rows = keep_rows(frame, values["keep_rows"], outcome=outcome, move_outcome=move)
-        found = None if values["overlap"] is None else _overlaps(path, frame, values["overlap"])
+        overlapping = (
+            None if values["overlap"] is None else _overlaps(path, frame, values["overlap"])
+        )
         of_dataset = {
             **values,
             "where": tuple((one, path) for one in values["where"]),
-            "overlap": None if found is None else (found, values["overlap"]),
+            "overlap": None if overlapping is None else (overlapping, values["overlap"]),
             "sample_groups": None if values["mix"] else values["sample_groups"],
         }
         frame, dropped = apply_filters(frame, chosen_filters(of_dataset, RULES), outcome)
@@ -157,14 +159,14 @@ class _Source:
             rows=rows,
             dropped=dropped,
             masked=masked,
-            overlaps=found,
+            overlaps=overlapping,
         )
 
     def as_json(self) -> dict[str, Any]:
         lists = {"filters": self.dropped.to_dicts(), "masks": self.masked.to_dicts()}
-        found = {} if self.overlaps is None else {"overlaps": self.overlaps.to_dicts()}
+        overlaps = {} if self.overlaps is None else {"overlaps": self.overlaps.to_dicts()}
         counts = {"num_unscored": self.num_unscored, "rows": self.rows}
-        return {"dataset": self.path, **counts, **lists, **found}
+        return {"dataset": self.path, **counts, **lists, **overlaps}
 
     def lines(self) -> Iterator[str]:
         yield self.path
@@ -174,9 +176,9 @@ class _Source:
         if self.rows:
             yield "  rows: {num_rows_dropped:,} of {num_rows_before:,} dropped".format(**self.rows)
         for verb, counts in {"dropped": self.dropped, "masked": self.masked}.items():
-            for name, before, found, groups, gone in counts.rows():
+            for name, before, num_matching, groups, gone in counts.rows():
                 yield (
-                    f"  {name}: {found:,} of {count(before, 'trajectory')} {verb}, "
+                    f"  {name}: {num_matching:,} of {count(before, 'trajectory')} {verb}, "
                     f"including {gone:,} of {count(groups, 'group')} entirely"
                 )
         if self.overlaps is not None:
@@ -237,8 +239,8 @@ def _with_sampling(source: _Source) -> pl.LazyFrame:
 
     if "sampling_extra" in source.frame.collect_schema():
         return source.frame
-    said = sampling_extra_of(read_metadata(source.path).made_by)
-    return source.frame.with_columns(sampling_extra=pl.lit(said)) if said else source.frame
+    extra = sampling_extra_of(read_metadata(source.path).made_by)
+    return source.frame.with_columns(sampling_extra=pl.lit(extra)) if extra else source.frame
 
 
 def _write(
@@ -254,8 +256,10 @@ def _write(
     from rollout_io.dataset.writer import RolloutWriter
 
     paths = [source.path for source in sources]
-    found = {path: read_metadata(path) for path in paths}
-    metadata = _common(found, values["outcome"]).made("filter", parents=paths, **given(values))
+    metadata_of = {path: read_metadata(path) for path in paths}
+    metadata = _common(metadata_of, values["outcome"]).made(
+        "filter", parents=paths, **given(values)
+    )
     num_rows = frame.select(pl.len()).collect(engine="streaming").item()
     progress = progress_bar(num_rows, " rows", "filter")
     layout = values["layout"] or read_layout(sources[0].path)
@@ -267,15 +271,17 @@ def _write(
         read_from.refuse_changed()
 
 
-def _common(found: dict[str, DatasetMetadata], outcome: Outcome | None) -> DatasetMetadata:
+def _common(metadata_of: dict[str, DatasetMetadata], outcome: Outcome | None) -> DatasetMetadata:
     """Combine the metadata of the datasets to mix; fields that differ become unknown."""
     from schemas.metadata import common
 
-    returns = {path: outcome or metadata.outcome or "last" for path, metadata in found.items()}
+    returns = {
+        path: outcome or metadata.outcome or "last" for path, metadata in metadata_of.items()
+    }
     if len(set(returns.values())) > 1:
         got = ", ".join(f"outcome {value} in {path}" for path, value in returns.items())
         hint = "pass --outcome sum or --outcome last for all datasets"
         message = f"--mix: the datasets define returns differently: {got}"
         raise InputError("file_metadata", "--mix", got, hint=hint, message=message)
-    made = common(found, {"tokenizer_fingerprint", "logprobs_mode"})
-    return made.replace(outcome=outcome or made.outcome)
+    shared = common(metadata_of, {"tokenizer_fingerprint", "logprobs_mode"})
+    return shared.replace(outcome=outcome or shared.outcome)

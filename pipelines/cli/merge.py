@@ -64,7 +64,7 @@ def merge(
     from rollout_io.dataset.sources import Sources
 
     sources, rule = Sources(dataset), rule or "lineage"
-    verb, made = ("unmerge", {}) if undo else ("merge", {"rule": rule})
+    verb, parameters = ("unmerge", {}) if undo else ("merge", {"rule": rule})
     with progress_bar(
         open_dataset(dataset).select(pl.len()).collect().item(), " rows", verb
     ) as bar:
@@ -72,7 +72,7 @@ def merge(
             dataset,
             out,
             unmerge_table if undo else partial(merge_table, rule=rule),
-            read_metadata(dataset).made(verb, parents=[dataset], **made),
+            read_metadata(dataset).made(verb, parents=[dataset], **parameters),
             decode=undo,
             layout=layout,
             workers=workers_of(workers, engine, dataset),

@@ -88,8 +88,8 @@ def rescore(
         raise click.UsageError("--name names one version: pass one --findings.")
     sys.path.append(str(Path.cwd()))  # for user functions; last, so that it shadows no module
     frame, outcome = open_valid(dataset), dataset_outcome(dataset)
-    known = {finder.__name__: f"{finder.__module__}:{finder.__name__}" for finder in FINDERS}
-    functions = [known.get(one, one) for one in findings] or [reward or environment or ""]
+    built_in = {finder.__name__: f"{finder.__module__}:{finder.__name__}" for finder in FINDERS}
+    functions = [built_in.get(one, one) for one in findings] or [reward or environment or ""]
     runs = []
     for function in functions:
         scorer = Scorer(
@@ -100,12 +100,12 @@ def rescore(
             gives="findings" if findings else "reward",
         )
         version = name or function.rpartition(":")[2].rpartition(".")[2]
-        found = _run(dataset, frame, version, scorer, workers)
-        told = dataclasses.asdict(found) | {"dataset": dataset, "name": version}
+        rescored = _run(dataset, frame, version, scorer, workers)
+        reported = dataclasses.asdict(rescored) | {"dataset": dataset, "name": version}
         compared = {} if findings else _compared(frame, outcome, dataset, version)
-        runs.append(told | compared)
+        runs.append(reported | compared)
         if not as_json:
-            _note(dataset, version, found, compared)
+            _note(dataset, version, rescored, compared)
     if as_json:
         emit_json(runs if len(runs) > 1 else runs[0])
     elif findings:
@@ -128,15 +128,15 @@ def _run(
         return run(dataset, version, scorer, num_workers=workers or num_cores(), progress=bar)
 
 
-def _note(dataset: str, version: str, found: Rescored, compared: dict[str, Any]) -> None:
-    before = f" ({found.num_resumed:,} kept from before)" if found.num_resumed else ""
-    again = f" ({found.num_retried:,} tried again)" if found.num_retried else ""
-    without = f"{found.num_errors:,} without a score"
-    note(f"{dataset}: {found.num_scored:,} scored{before}, {without}{again}")
-    for reason, times in list(found.errors.items())[:_SHOWN]:
+def _note(dataset: str, version: str, rescored: Rescored, compared: dict[str, Any]) -> None:
+    before = f" ({rescored.num_resumed:,} kept from before)" if rescored.num_resumed else ""
+    again = f" ({rescored.num_retried:,} tried again)" if rescored.num_retried else ""
+    without = f"{rescored.num_errors:,} without a score"
+    note(f"{dataset}: {rescored.num_scored:,} scored{before}, {without}{again}")
+    for reason, times in list(rescored.errors.items())[:_SHOWN]:
         note(f"  {times:,} x {reason}")
-    if found.findings is not None:
-        labels = ", ".join(f"{num:,} {label}" for label, num in found.findings.items())
+    if rescored.findings is not None:
+        labels = ", ".join(f"{num:,} {label}" for label, num in rescored.findings.items())
         note(f"findings {version}: {labels or 'none'}")
     if compared:
         note(
@@ -154,8 +154,8 @@ def _compared(frame: pl.LazyFrame, outcome: Outcome, dataset: str, name: str) ->
     from rollout_io.dataset.versions import read_version
 
     scores, _ = read_version(dataset, name)
-    known = trajectory_returns(frame, outcome).select("trajectory_id", before="return").collect()
-    both = known.join(scores, on="trajectory_id").drop_nulls(["before", "reward"])
+    returns = trajectory_returns(frame, outcome).select("trajectory_id", before="return").collect()
+    both = returns.join(scores, on="trajectory_id").drop_nulls(["before", "reward"])
     old, new = pl.col("before"), pl.col("reward")
     return both.select(
         mean_before=pl.col("before").mean(),

@@ -94,11 +94,11 @@ def stats(
     shape = _model_shape(model, params)
     chosen = workers_of(workers, engine, dataset)
     if as_json or shows_all:
-        found = dataset_numbers(dataset, outcome, shape, chosen)
+        numbers = dataset_numbers(dataset, outcome, shape, chosen)
         if as_json:
-            emit_json(found)
+            emit_json(numbers)
         else:
-            emit(all_numbers(found))
+            emit(all_numbers(numbers))
         return
     from pipelines.cli.diff import suspected
     from pipelines.cli.stats_screen import screen
@@ -182,8 +182,8 @@ def _overview(
 def _findings(numbers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for line in numbers:
         num, where = line["num_findings"], count(line["num_trajectories"] or 0, "trajectory")
-        found = f"{num:,} {line['label']} in {where}" if num else "none"
-        yield f"findings {line['name']}: {line['problem'] or found}"
+        counted = f"{num:,} {line['label']} in {where}" if num else "none"
+        yield f"findings {line['name']}: {line['problem'] or counted}"
 
 
 def dataset_numbers(
@@ -199,12 +199,12 @@ def dataset_numbers(
 
     frame = open_valid(dataset, workers)
     numbers = dataset_statistics(dataset, outcome, workers)
-    found: dict[str, dict[str, Any]] = {}
+    metrics: dict[str, dict[str, Any]] = {}
     for line in read_metrics(dataset, outcome, workers).to_dicts():
-        found.setdefault(line.pop("per"), {})[line.pop("metric")] = line
+        metrics.setdefault(line.pop("per"), {})[line.pop("metric")] = line
     savings = dataset_savings(dataset, workers=workers)
     return numbers | {
-        "metrics": found,
+        "metrics": metrics,
         "tools": tools(frame).to_dicts(),
         "findings": finding_numbers(dataset),
         "savings": _savings(savings, shape),
@@ -249,9 +249,9 @@ def _sections(numbers: Mapping[str, Any]) -> Iterable[tuple[str, Sequence[str]]]
         yield "tools", columns([["tool", "calls", "failed", "trajectories"], *lines])
     if numbers["findings"]:
         yield "findings", [*_findings(numbers["findings"])]
-    for per, found in numbers["metrics"].items():
+    for per, metrics in numbers["metrics"].items():
         table = [["metric", "value", "over", "left out"]]
-        for name, line in found.items():
+        for name, line in metrics.items():
             table.append([name, *(readable(line[n]) for n in ("value", "num", "num_left_out"))])
         yield f"per {per}", columns(table)
     savings = columns(_savings_table(numbers["savings"]))

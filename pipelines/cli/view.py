@@ -91,8 +91,8 @@ def view(
     for text in [*sources.warnings, *sources.without_tokenizer()]:
         warn(text)
     if out is not None:
-        found = export(sources, bundle, out, where=where, limit=limit or DEFAULT_LIMIT)
-        note(f"wrote {out}: {found}")
+        summary = export(sources, bundle, out, where=where, limit=limit or DEFAULT_LIMIT)
+        note(f"wrote {out}: {summary}")
         return
 
     def announce(address: str) -> None:

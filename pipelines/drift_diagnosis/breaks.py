@@ -60,9 +60,9 @@ def find_breaks(tree: PrefixTree, steps: Steps, continued: IntArray, agents: Age
     rows = np.arange(len(tree.parent))
     follows = (rows != tree.start) & (tree.prompt > 0)
     broken = np.flatnonzero(follows & (continued != rows - 1))
-    known, forks = _Agents(agents, tree.start), _forks(tree, broken)
+    agents_seen, forks = _Agents(agents, tree.start), _forks(tree, broken)
     return [
-        _break(row, tree, steps, int(continued[row]), known, fork)
+        _break(row, tree, steps, int(continued[row]), agents_seen, fork)
         for row, fork in zip(broken.tolist(), forks.tolist(), strict=True)
     ]
 
@@ -88,13 +88,13 @@ def _break(
     if resumed >= 0:
         length = int(tree.prompt[resumed] + tree.response[resumed])
         return Break(row, resumed, length, resumes=True, is_new_agent=is_new)
-    found = Break(row, origin, shared, fork=fork, is_new_agent=is_new)
-    if found.fork >= 0:
-        return found
+    broken = Break(row, origin, shared, fork=fork, is_new_agent=is_new)
+    if broken.fork >= 0:
+        return broken
     if is_new is False and (origin < 0 or agents.names[origin] != name):
         common = common_prefix(steps.content(previous), steps.prompt(row))
-        return replace(found, origin=previous, shared=common)
-    return found if origin >= 0 else replace(found, origin=row - 1)
+        return replace(broken, origin=previous, shared=common)
+    return broken if origin >= 0 else replace(broken, origin=row - 1)
 
 
 def _forks(tree: PrefixTree, rows: IntArray) -> IntArray:
@@ -106,5 +106,5 @@ def _forks(tree: PrefixTree, rows: IntArray) -> IntArray:
     origin, shared = tree.parent[rows], tree.shared[rows]
     length = tree.prompt + tree.response
     changes = (tree.prompt[origin] < shared) & (shared < length[origin])
-    found = Ancestry(tree).whole_within(np.maximum(origin, 0), shared)
-    return np.where((origin < 0) | changes, -1, found)
+    ancestor = Ancestry(tree).whole_within(np.maximum(origin, 0), shared)
+    return np.where((origin < 0) | changes, -1, ancestor)

@@ -104,22 +104,22 @@ def _grouped(breaks: pl.DataFrame) -> pl.DataFrame:
 
 def render(report: Report) -> Iterator[str]:
     """Render the report as lines of text: causes with hints, agents, turns, breaks."""
-    found = report.to_dict()
+    numbers = report.to_dict()
     yield (
-        f"steps that follow another step of their trajectory: {found['num_following']:,} "
-        f"({found['num_continuing']:,} continue it, {found['num_breaks']:,} break its prefix)"
+        f"steps that follow another step of their trajectory: {numbers['num_following']:,} "
+        f"({numbers['num_continuing']:,} continue it, {numbers['num_breaks']:,} break its prefix)"
     )
     yield (
-        f"breaks that continue an earlier step: {found['num_continuing_lineage']:,} (no loss with a "
-        f"lineage merge); {count(found['num_lost_tokens'], 'token')} lost"
+        f"breaks that continue an earlier step: {numbers['num_continuing_lineage']:,} (no loss with a "
+        f"lineage merge); {count(numbers['num_lost_tokens'], 'token')} lost"
     )
     if not report.num_breaks:
         return
-    yield from _table("cause", [(row["cause"], row, "") for row in found["causes"]])
-    yield from _table("agent", _folded(found["agents"], "agent"))
-    yield from _table("turn", _folded(found["turns"], "step_index"))
+    yield from _table("cause", [(row["cause"], row, "") for row in numbers["causes"]])
+    yield from _table("agent", _folded(numbers["agents"], "agent"))
+    yield from _table("turn", _folded(numbers["turns"], "step_index"))
     yield ""
-    yield from (f"Hint: {row['cause']}: {row['hint']}" for row in found["causes"])
+    yield from (f"Hint: {row['cause']}: {row['hint']}" for row in numbers["causes"])
     for one in report.shown:
         yield ""
         yield from render_break(one)
@@ -138,11 +138,11 @@ def render_break(one: dict[str, Any]) -> Iterator[str]:
     yield f"{place}: {one['cause']}, {at}{lost}"
     yield f"  {one['evidence']}"
     if one["kept_text"] is not None:
-        kept, gone, now = (_printable(one[name]) for name in _TEXT_SIDES)
-        yield f"  ...{kept} | {gone} -> {now}"
+        before, gone, now = (_printable(one[name]) for name in _TEXT_SIDES)
+        yield f"  ...{before} | {gone} -> {now}"
     if one["kept_text"] is None or one["cause"] == "retokenized":
-        kept, gone, now = (_ids(one[name]) for name in _ID_SIDES)
-        yield f"  ...{kept} | {gone} -> {now}"
+        before, gone, now = (_ids(one[name]) for name in _ID_SIDES)
+        yield f"  ...{before} | {gone} -> {now}"
 
 
 def _printable(text: str) -> str:

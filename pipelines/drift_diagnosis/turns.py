@@ -116,9 +116,9 @@ def _canonical(call: str) -> str:
 def _difference(old: Turn, new: Turn) -> str:
     pairs = zip(old.text, new.text, strict=False)
     at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(old.text), len(new.text)))
-    kept = old.text[max(0, at - 20) : at]
+    before = old.text[max(0, at - 20) : at]
     role = f"{old.role} message, " if old.role else ""
-    return f"{role}after {kept!r}: {_short(old.text[at:])} -> {_short(new.text[at:])}"
+    return f"{role}after {before!r}: {_short(old.text[at:])} -> {_short(new.text[at:])}"
 
 
 def _short(text: str) -> str:

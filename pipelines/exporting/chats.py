@@ -33,8 +33,8 @@ def turns(row: Mapping[str, Any]) -> list[Turn]:
     is_merged = bool(segments and segments[0].get(JOINED))
     steps, num = (segments, 1) if is_merged else ([row], len(segments) or 1)
     is_text = row["token_source"] == RETOKENIZED
-    found = [turn for step in steps for turn in _turns(step, num, is_text=is_text)]
-    return found if len(found) == len(steps) * num else []
+    listed = [turn for step in steps for turn in _turns(step, num, is_text=is_text)]
+    return listed if len(listed) == len(steps) * num else []
 
 
 def _turns(step: Mapping[str, Any], num: int, *, is_text: bool) -> list[Turn]:
@@ -51,8 +51,8 @@ def _turns(step: Mapping[str, Any], num: int, *, is_text: bool) -> list[Turn]:
     if not messages or not text:
         return []
     content, calls = calls_in(text)
-    said: Message = {"role": "assistant", "content": content}
-    return [(messages, said | ({"tool_calls": calls} if calls else {}))]
+    answer: Message = {"role": "assistant", "content": content}
+    return [(messages, answer | ({"tool_calls": calls} if calls else {}))]
 
 
 def _is_message(value: Any) -> bool:
@@ -66,10 +66,10 @@ def _is_message(value: Any) -> bool:
 
 def plain(message: Mapping[str, Any]) -> Message:
     """Return a message as chat templates take it: text as one string, arguments as an object."""
-    found = known(dict(message)) | {"content": _text(message.get("content"))}
+    fields = known(dict(message)) | {"content": _text(message.get("content"))}
     if message.get("tool_calls"):
-        found["tool_calls"] = [_call(call) for call in message["tool_calls"]]
-    return found
+        fields["tool_calls"] = [_call(call) for call in message["tool_calls"]]
+    return fields
 
 
 def _text(content: Any) -> str:
@@ -97,10 +97,10 @@ def _trl(messages: Sequence[Message], tools: str | None) -> Message:
 
 def _sharegpt(messages: Sequence[Message], tools: str | None) -> Message:
     """Tool calls and reasoning are in the text, as in Hermes's data."""
-    said: list[Message] = [
+    conversation: list[Message] = [
         {"from": _FROM.get(m["role"], m["role"]), "value": _hermes(m)} for m in messages
     ]
-    return {"conversations": said} | known({"tools": tools})
+    return {"conversations": conversation} | known({"tools": tools})
 
 
 def _hermes(message: Message) -> str:
@@ -115,20 +115,20 @@ def _hermes(message: Message) -> str:
 
 def _openai(messages: Sequence[Message], tools: str | None) -> Message:
     """Each call has an id, which its result names; arguments are JSON; `weight` 0: does not train."""
-    said, unanswered, num_calls = list[Message](), list[str](), 0
+    converted, unanswered, num_calls = list[Message](), list[str](), 0
     for message in messages:
-        found: Message = {"role": message["role"], "content": message["content"]}
+        sent: Message = {"role": message["role"], "content": message["content"]}
         calls = [_numbered(c, num_calls + i) for i, c in enumerate(message.get("tool_calls", ()))]
         if calls:
             num_calls += len(calls)
             unanswered = [call["id"] for call in calls]
-            found["tool_calls"] = calls
-        elif found["role"] == "tool":
+            sent["tool_calls"] = calls
+        elif sent["role"] == "tool":
             answered = message.get("tool_call_id") or next(iter(unanswered), None)
             unanswered = [name for name in unanswered if name != answered]
-            found |= known({"tool_call_id": answered})
-        said.append(found | known({"weight": message.get("weight")}))
-    return {"messages": said} | known({"tools": json.loads(tools) if tools else None})
+            sent |= known({"tool_call_id": answered})
+        converted.append(sent | known({"weight": message.get("weight")}))
+    return {"messages": converted} | known({"tools": json.loads(tools) if tools else None})
 
 
 def _numbered(call: Message, number: int) -> Message:
@@ -165,24 +165,24 @@ class Messages:
 
     def whole(self, row: int) -> Message | None:
         """Return a sequence as a sample: all messages up to its last answer; None if unknown."""
-        found = self._turns(row)
-        if not found:
+        turns_of_row = self._turns(row)
+        if not turns_of_row:
             return None
-        before, answer = found[-1]
+        before, answer = turns_of_row[-1]
         messages = [plain(message) for message in (*before, answer)]
         if self._dialect is _openai:  # an answer that another sequence has, too, trains only there
-            own = {len(earlier) for earlier, _ in found}
+            ends = {len(earlier) for earlier, _ in turns_of_row}
             for i, message in enumerate(messages):
-                if message["role"] == "assistant" and i not in own:
+                if message["role"] == "assistant" and i not in ends:
                     message["weight"] = 0
         return self._dialect(messages, self._tools(row))
 
     def step(self, row: int, step: int) -> tuple[Any, Any] | None:
         """Return the messages before a step, and its answer in a list; None if unknown."""
-        found = self._turns(row)
-        if not found:
+        turns_of_row = self._turns(row)
+        if not turns_of_row:
             return None
-        before, answer = found[step]
+        before, answer = turns_of_row[step]
         return [plain(message) for message in before], [plain(answer)]
 
     def _tools(self, row: int) -> str | None:
@@ -200,7 +200,7 @@ class Messages:
 
     def _turns(self, row: int) -> list[Turn]:
         if self._row != row:
-            found = turns(self._table.slice(row, 1).to_pylist()[0])
-            is_whole = len(found) == len(self._tokens.spans(row))
-            self._row, self._found = row, found if is_whole else []
+            listed = turns(self._table.slice(row, 1).to_pylist()[0])
+            is_whole = len(listed) == len(self._tokens.spans(row))
+            self._row, self._found = row, listed if is_whole else []
         return self._found

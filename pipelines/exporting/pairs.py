@@ -36,8 +36,8 @@ def forks(steps: pl.DataFrame) -> pl.DataFrame:
         After [1, 2], attempts with returns 1, 0 and 0 sampled [3], [3] and [4]: branch [3] has
         value 0.5 and is chosen, branch [4] has value 0 and is rejected.
     """
-    known = steps.filter("trains", pl.col("return").is_not_null() & pl.col("return").is_finite())
-    taken = known.unique([*_FORK, "trajectory_id", "sampled"], keep="first", maintain_order=True)
+    scored = steps.filter("trains", pl.col("return").is_not_null() & pl.col("return").is_finite())
+    taken = scored.unique([*_FORK, "trajectory_id", "sampled"], keep="first", maintain_order=True)
     once = pl.len().over([*_FORK, "trajectory_id"]) == 1
     several = pl.col("sampled").n_unique().over(_FORK) > 1
     first = pl.col("row", "step", "trajectory_id", "place", "num_tokens", "is_cut_off").first()
@@ -58,9 +58,9 @@ def forks(steps: pl.DataFrame) -> pl.DataFrame:
 
 def best_and_worst(steps: pl.DataFrame) -> pl.DataFrame:
     """Keep the steps of two attempts per group: the highest and the lowest return (ties: the first)."""
-    known = steps.filter(pl.col("return").is_not_null() & pl.col("return").is_finite())
+    scored = steps.filter(pl.col("return").is_not_null() & pl.col("return").is_finite())
     value, name = pl.col("return"), pl.col("trajectory_id")
-    ends = known.group_by("instance_id", maintain_order=True).agg(
+    ends = scored.group_by("instance_id", maintain_order=True).agg(
         trajectory_id=pl.concat_list(name.get(value.arg_max()), name.get(value.arg_min()))
     )
     return steps.join(
@@ -80,15 +80,15 @@ def pairs(steps: pl.DataFrame, select: str) -> tuple[pl.DataFrame, pl.DataFrame]
         All forks, and those of them that give a pair.
     """
     if select == "best_worst":
-        found = forks(best_and_worst(steps))
+        candidates = forks(best_and_worst(steps))
         places = [pl.col(side).struct.field("place") for side in ("chosen", "rejected")]
         place = pl.min_horizontal(places)  # rows are ordered by their last step
         is_first = place == place.min().over("instance_id")
-        return found, found.filter(~pl.col("is_equal"), is_first).unique(
+        return candidates, candidates.filter(~pl.col("is_equal"), is_first).unique(
             "instance_id", keep="first", maintain_order=True
         )
-    found = forks(steps)
-    return found, found.filter(~pl.col("is_equal"))
+    candidates = forks(steps)
+    return candidates, candidates.filter(~pl.col("is_equal"))
 
 
 UNKNOWN = "with an unknown return"

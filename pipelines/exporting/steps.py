@@ -68,9 +68,9 @@ def _spans(table: pa.Table, lengths: IntArray) -> tuple[IntArray, IntArray, IntA
     if "segments" not in table.column_names:
         return alone
     column = table.column("segments")
-    known = to_numpy(column.is_valid())
-    count = np.where(known, list_lengths(column), 1)
-    first, is_listed = offsets_of(count), np.repeat(known, count)
+    is_merged = to_numpy(column.is_valid())
+    count = np.where(is_merged, list_lengths(column), 1)
+    first, is_listed = offsets_of(count), np.repeat(is_merged, count)
     flat = pc.list_flatten(column)
     starts, sizes = np.zeros(int(first[-1]), np.int64), np.repeat(lengths, count)
     starts[is_listed] = to_numpy(pc.struct_field(flat, "start"))
@@ -135,10 +135,14 @@ def _per_step(table: pa.Table, name: str, rows: list[int]) -> list[Any]:
     """Return the value of each step: its segment's if that has one, else its row's."""
     if name not in table.column_names:
         return [None] * len(rows)
-    values, found = table.column(name).to_pylist(), list[Any]()
+    values, step_values = table.column(name).to_pylist(), list[Any]()
     segments: list[Any] = [None] * len(values)
     if "segments" in table.column_names:
         segments = table.column("segments").to_pylist()
-    for own, value in zip(segments, values, strict=True):
-        found += [value] if own is None else [segment.get(name, value) for segment in own]
-    return found
+    for row_segments, value in zip(segments, values, strict=True):
+        step_values += (
+            [value]
+            if row_segments is None
+            else [segment.get(name, value) for segment in row_segments]
+        )
+    return step_values

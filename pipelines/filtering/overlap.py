@@ -66,10 +66,10 @@ def overlaps(frame: Frame, evaluation: str | Path, vocabulary: TokenBytes) -> pl
 
     frame = as_lazy(frame).with_columns(joined_steps(as_lazy(frame)).alias(STEPS))
     names = ("prompt_token_ids", "response_ids", STEPS)
-    found = pl.struct(names).map_batches(
+    hits = pl.struct(names).map_batches(
         found_in, return_dtype=pl.List(pl.Int64), is_elementwise=True
     )
-    rows = frame.select("trajectory_id", found=found).filter(pl.col("found").list.len() > 0)
+    rows = frame.select("trajectory_id", found=hits).filter(pl.col("found").list.len() > 0)
     lines: dict[str, set[int]] = {}
     for trajectory_id, numbers in rows.collect(engine="streaming").rows():
         lines.setdefault(trajectory_id, set()).update(numbers)
@@ -78,14 +78,14 @@ def overlaps(frame: Frame, evaluation: str | Path, vocabulary: TokenBytes) -> pl
     return pl.DataFrame(over, schema=_COLUMNS, orient="row")
 
 
-def overlapping(found: pl.DataFrame, evaluation: str | Path) -> Filter:
+def overlapping(trajectories: pl.DataFrame, evaluation: str | Path) -> Filter:
     """Drop the trajectories that `overlaps` found in an evaluation set.
 
     Args:
-        found: Result of `overlaps`.
+        trajectories: Result of `overlaps`.
         evaluation: Path of the evaluation set, for reports.
     """
-    drops = pl.col("trajectory_id").is_in(found["trajectory_id"].implode())
+    drops = pl.col("trajectory_id").is_in(trajectories["trajectory_id"].implode())
     return Filter(name=f"overlap with {evaluation}", drops=drops)
 
 
@@ -128,19 +128,21 @@ class _Sequences:
     def found_in(self, rows: pl.Series, vocabulary: TokenBytes) -> list[list[int]]:
         """Return, for each row, the indices of the sequences that occur in it."""
         tokens, owners = regions(rows, CONTEXT_TOKENS)
-        found: list[list[int]] = [[] for _ in range(len(rows))]
+        hits: list[list[int]] = [[] for _ in range(len(rows))]
         for region, row in enumerate(owners.tolist()):
             words = _words(vocabulary.text(tokens.row(region)))
             for length in self.lengths:
                 hashes = _hashes(words, length) if len(words) >= length else self.hashes[:0]
                 at = np.minimum(np.searchsorted(self.hashes, hashes), len(self.hashes) - 1)
-                found[row] += at[self.hashes[at] == hashes].tolist()
-        return found
+                hits[row] += at[self.hashes[at] == hashes].tolist()
+        return hits
 
     def best(self, indices: set[int]) -> tuple[int, float]:
         """Return the line of the text of which the largest share of sequences is found, and it."""
         numbers = Counter(number for i in indices for number in self.texts_with[i])
-        shares = {number: found / len(self.texts[number][1]) for number, found in numbers.items()}
+        shares = {
+            number: num_hits / len(self.texts[number][1]) for number, num_hits in numbers.items()
+        }
         number = max(shares, key=lambda one: (shares[one], -one))
         return self.texts[number][0], shares[number]
 
@@ -148,8 +150,8 @@ class _Sequences:
 def _hashes(words: list[str], length: int) -> Hashes:
     """Hash all sequences of `length` adjacent words; a shorter text is one sequence."""
     length = min(length, len(words))
-    each = pl.Series(words, dtype=pl.String).hash(seed=length).to_numpy()
-    return sequence_hashes(each, length)
+    word_hashes = pl.Series(words, dtype=pl.String).hash(seed=length).to_numpy()
+    return sequence_hashes(word_hashes, length)
 
 
 def _words(text: str) -> list[str]:

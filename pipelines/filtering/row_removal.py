@@ -49,13 +49,13 @@ def keep_rows(
         [(0, False, 0.0), (1, True, 1.0)]
     """
     frame = as_lazy(frame)
-    kept = index_rows(frame, condition)
-    counts = count_rows(kept)
+    index = index_rows(frame, condition)
+    counts = count_rows(index)
     if counts["num_rows_before"] and counts["num_rows_before"] == counts["num_rows_dropped"]:
         got = f"no row is left: kept 0 of {count(counts['num_rows_before'], 'row')}"
         hint = "loosen the condition, or inspect the data: rollouts inspect DS"
         raise InputError("nothing_left", str(condition), got, hint=hint)
-    rows = renumber(frame, kept)
+    rows = renumber(frame, index)
     returns = trajectory_returns(frame, outcome).collect(engine="streaming")
     if move_outcome:
         return place_outcomes(rows, returns.rename({"return": "reward"})), counts
@@ -91,27 +91,27 @@ def _refuse_repeated(rows: pl.DataFrame) -> None:
         raise InvariantError("step_index_sequence", where, got, hint=hint)
 
 
-def renumber(frame: Frame, kept: pl.DataFrame) -> pl.LazyFrame:
+def renumber(frame: Frame, index: pl.DataFrame) -> pl.LazyFrame:
     """Select the rows that `index_rows` keeps, with their new numbers.
 
     Runs in the streaming engine.
     """
     frame = as_lazy(frame)
     names = frame.collect_schema().names()
-    numbers = kept.filter("kept").select(*_ROW, _NEW_INDEX, _NEW_LAST).lazy()
+    numbers = index.filter("kept").select(*_ROW, _NEW_INDEX, _NEW_LAST).lazy()
     joined = frame.join(numbers, on=_ROW, how="inner", maintain_order="left")
     number = pl.col(_NEW_INDEX).cast(pl.Int32)
     return joined.with_columns(step_index=number, is_last_step=_NEW_LAST).select(names)
 
 
-def count_rows(kept: pl.DataFrame) -> dict[str, int]:
+def count_rows(index: pl.DataFrame) -> dict[str, int]:
     """Count all rows, trajectories and groups, and how many of each are dropped."""
-    counts, left = {}, kept.filter("kept")
+    counts, remaining = {}, index.filter("kept")
     for name, column in {"trajectories": "trajectory_id", "groups": "instance_id"}.items():
-        before = kept[column].n_unique()
+        before = index[column].n_unique()
         counts[f"num_{name}_before"] = before
-        counts[f"num_{name}_dropped"] = before - left[column].n_unique()
-    rows = {"num_rows_before": len(kept), "num_rows_dropped": len(kept) - len(left)}
+        counts[f"num_{name}_dropped"] = before - remaining[column].n_unique()
+    rows = {"num_rows_before": len(index), "num_rows_dropped": len(index) - len(remaining)}
     return rows | counts
 
 

@@ -105,7 +105,7 @@ def filled(words: list[str], values: Mapping[str, Any]) -> list[str]:
         >>> filled(["solve", "--task={prompt}"], {"prompt": "Say 'a b'"})
         ['solve', "--task=Say 'a b'"]
     """
-    return [_FIELD.sub(lambda found: str(values[found[1]]), word) for word in words]
+    return [_FIELD.sub(lambda match: str(values[match[1]]), word) for word in words]
 
 
 def shown(harness: str) -> str:
@@ -137,16 +137,16 @@ def secrets_in(harness: str) -> list[str]:
     """
     if is_function(harness):
         return []
-    found, before = set[str](), ""
+    secrets, before = set[str](), ""
     for word in words_of(harness):
         assigned = _ASSIGNED.fullmatch(word)
         if assigned and is_secret(assigned[1]):
-            found.add(assigned[2])
+            secrets.add(assigned[2])
         elif before.startswith("-") and "=" not in before and is_secret(before.lstrip("-")):
-            found.add(word)
-        found.update(_USER.findall(word))
+            secrets.add(word)
+        secrets.update(_USER.findall(word))
         before = word
-    plain = {value for value in found if not _FIELD.fullmatch(value)}
+    plain = {value for value in secrets if not _FIELD.fullmatch(value)}
     return sorted(plain, key=lambda value: (-len(value), value))
 
 
@@ -238,8 +238,8 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 def _output(out: Path, err: Path) -> Output:
     lines = [line for line in _end_of(out).splitlines() if line.strip()]
-    said = " ".join(_end_of(err).split()) or " ".join(" ".join(lines).split())
-    return Output(lines[-1].strip() if lines else "", said[-_TAIL_CHARACTERS:])
+    text = " ".join(_end_of(err).split()) or " ".join(" ".join(lines).split())
+    return Output(lines[-1].strip() if lines else "", text[-_TAIL_CHARACTERS:])
 
 
 def _end_of(path: Path) -> str:

@@ -64,16 +64,18 @@ def outcome_of(result: Any, where: str) -> Outcome:
     unknown = sorted(map(repr, result.keys() - {"reward", "error", "metrics", "stop_reason"}))
     if unknown:
         raise _bad(where, f"the key {unknown[0]}", "put further numbers into `metrics`")
-    given, error = result.get("metrics") or {}, result.get("error")
-    if not isinstance(given, Mapping) or not all(isinstance(name, str) and name for name in given):
-        got = f"metrics is {given!r:.60}, not an object with non-empty keys"
+    logged, error = result.get("metrics") or {}, result.get("error")
+    if not isinstance(logged, Mapping) or not all(
+        isinstance(name, str) and name for name in logged
+    ):
+        got = f"metrics is {logged!r:.60}, not an object with non-empty keys"
         raise InputError(REWARD, where, got)
     metrics = {
-        name: number for name, value in given.items() if (number := as_number(value)) is not None
+        name: number for name, value in logged.items() if (number := as_number(value)) is not None
     }
-    bad = next((name for name in given if name not in metrics or encodable(name) != name), None)
+    bad = next((name for name in logged if name not in metrics or encodable(name) != name), None)
     if bad is not None:
-        got = f"metrics[{bad!r}] is {given[bad]!r:.60}, not a finite number with a name in UTF-8"
+        got = f"metrics[{bad!r}] is {logged[bad]!r:.60}, not a finite number with a name in UTF-8"
         raise InputError(REWARD, where, got)
     reason = result.get("stop_reason")
     if reason is not None and (not isinstance(reason, str) or encodable(reason) != reason):
@@ -103,11 +105,11 @@ def parse_result(text: str, where: str) -> Outcome:
         InputError: As for `outcome_of`.
     """
     try:
-        found = json.loads(text)
+        result = json.loads(text)
     except (ValueError, RecursionError):
         got = f"the result {text[-60:]!r}" if text.strip() else "an empty result"
         raise _bad(where, got) from None
-    return outcome_of(found, where)
+    return outcome_of(result, where)
 
 
 def _bad(where: str, got: str, hint: str | None = None) -> InputError:
@@ -248,8 +250,8 @@ class CommandHarness:
                 secrets = [*self._secrets, *_token(endpoint)]
                 got = without(error.got, secrets)
                 message = without(error.sentence, secrets)
-                given = (error.rule, where, got, error.expected, error.hint)
-                raise type(error)(*given, message=message) from None
+                facts = (error.rule, where, got, error.expected, error.hint)
+                raise type(error)(*facts, message=message) from None
 
     def _variables(self, endpoint: Endpoint) -> dict[str, str]:
         """Return the environment variables that configure OpenAI clients.

@@ -230,8 +230,8 @@ class Calls:
         if not self._has_tokens:
             return
         token = opened.token if opened is not None else None
-        given = api_key_of(headers).encode()
-        if token is None or not hmac.compare_digest(given, token.encode()):
+        key = api_key_of(headers).encode()
+        if token is None or not hmac.compare_digest(key, token.encode()):
             got = "the request has no valid token of a running trajectory"
             hint = "send the endpoint's api_key (OPENAI_API_KEY) as `Authorization: Bearer`"
             raise InputError("endpoint_token", path, got, hint=hint)
@@ -312,17 +312,17 @@ class Calls:
         opened.num_calls += 1
         special = getattr(self._engine, "special_tokens", ())  # a served engine decides itself
         version = self._engine.policy_version
-        own = usual_fields(config, seed, version, special) | {"model": model}
-        made = msgspec.json.encode(completed(fields, own, config.max_response_tokens))
+        usual = usual_fields(config, seed, version, special) | {"model": model}
+        completed_body = msgspec.json.encode(completed(fields, usual, config.max_response_tokens))
         # A served engine answers with the sets themselves.
         mode = None if self._served is not None else self._engine.logprobs_mode
-        asked = read_request(kind, made, logprobs_mode=mode)
-        if asked is None or not asked.is_exact:
+        request = read_request(kind, completed_body, logprobs_mode=mode)
+        if request is None or not request.is_exact:
             got = "requests with `echo` or `use_beam_search` cannot be recorded"
-            if asked is None:
+            if request is None:
                 got = "the request is not JSON"
             raise InputError("engine_request", path, got)
-        return asked
+        return request
 
 
 @asynccontextmanager

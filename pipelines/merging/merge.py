@@ -127,17 +127,17 @@ def _joined(table: pa.Table, tree: PrefixTree, continued: IntArray) -> pa.Table:
     out = _folded(table, sequences)
     tokens = _stored_tokens if is_encoded(table) else _full_tokens
     prompt, response = tokens(table, tree, sequences)
-    made = {"prompt_token_ids": prompt.to_arrow(pa.int32())}
-    made["response_ids"] = response.to_arrow(pa.int32())
+    columns = {"prompt_token_ids": prompt.to_arrow(pa.int32())}
+    columns["response_ids"] = response.to_arrow(pa.int32())
     observed = np.where(continued < 0, 0, tree.prompt - sequences.known)
     for name, kind in PER_TOKEN.items():
         if name in table.column_names:
             join = partial(_join, sequences=sequences, observed=observed)
-            made[name] = rearranged(table.column(name), kind, join)
+            columns[name] = rearranged(table.column(name), kind, join)
     extra: dict[str, pa.Array] = {}
     if ROUTING in table.column_names:
-        made[ROUTING], extra = join_routing(table.column(ROUTING), sequences)
-    out = _assembled(table, out, made)
+        columns[ROUTING], extra = join_routing(table.column(ROUTING), sequences)
+    out = _assembled(table, out, columns)
     return nest(out, table, sequences, sequences.interleaved(tree), extra)
 
 
@@ -152,14 +152,14 @@ def _refuse_scattered(table: pa.Table) -> None:
     raise InvariantError("contiguous_trajectory", f"trajectory {name!r}", got, hint=hint)
 
 
-def _assembled(table: pa.Table, out: pa.Table, made: dict[str, pa.Array]) -> pa.Table:
-    """Assemble the logical columns in the table's order; columns not in `made` come from `out`."""
+def _assembled(table: pa.Table, out: pa.Table, merged: dict[str, pa.Array]) -> pa.Table:
+    """Assemble the logical columns in the table's order; columns not in `merged` come from `out`."""
     fields = [f for f in table.schema if f.name not in PREFIX_TYPES]
     prompts = next(n for n in table.column_names if n in ("prompt_token_ids", *PREFIX_TYPES))
     if prompts in PREFIX_TYPES:
         at = table.column_names.index(prompts)
         fields.insert(at, pa.field("prompt_token_ids", pa.list_(pa.int32()), nullable=False))
-    columns = [made[f.name] if f.name in made else out.column(f.name) for f in fields]
+    columns = [merged[f.name] if f.name in merged else out.column(f.name) for f in fields]
     typed = [
         pa.field(f.name, c.type, f.nullable, f.metadata)
         for f, c in zip(fields, columns, strict=True)
@@ -202,9 +202,9 @@ def _stored_tokens(
     is_head[sequences.head] = True
     prompt = [replace(part, valid=is_head) for part in (blank, suffix)]
     observed = [replace(part, valid=~is_head) for part in (blank, suffix)]
-    made = sequences.joined(zipped(*prompt)), sequences.joined(zipped(*observed, responses))
-    _fill_blanks(*made, tree, sequences)
-    return made
+    joined = sequences.joined(zipped(*prompt)), sequences.joined(zipped(*observed, responses))
+    _fill_blanks(*joined, tree, sequences)
+    return joined
 
 
 def _fill_blanks(prompt: Ragged, response: Ragged, tree: PrefixTree, sequences: Sequences) -> None:
@@ -213,15 +213,15 @@ def _fill_blanks(prompt: Ragged, response: Ragged, tree: PrefixTree, sequences: 
     A token has the same position, counted from the prompt's start, in every step that contains it.
     """
     steps = np.flatnonzero(tree.shared > sequences.known)
-    known, shared = sequences.known[steps], tree.shared[steps]
+    num_known, shared = sequences.known[steps], tree.shared[steps]
     into, origin = sequences.of[steps], sequences.of[tree.parent[steps]]
     # The tokens may begin in the prompt of `origin` and end in its response: copy two pieces.
-    cut = np.clip(prompt.lengths[origin], known, shared)
-    begin, end = np.column_stack([known, cut]).ravel(), np.column_stack([cut, shared]).ravel()
-    kept = np.flatnonzero(begin < end)
-    begin, count = begin[kept], (end - begin)[kept]
-    to = _places(prompt, response, into[kept // 2], begin)
-    at = _places(prompt, response, origin[kept // 2], begin)
+    cut = np.clip(prompt.lengths[origin], num_known, shared)
+    begin, end = np.column_stack([num_known, cut]).ravel(), np.column_stack([cut, shared]).ravel()
+    filled = np.flatnonzero(begin < end)
+    begin, count = begin[filled], (end - begin)[filled]
+    to = _places(prompt, response, into[filled // 2], begin)
+    at = _places(prompt, response, origin[filled // 2], begin)
     # Copying small slices of memoryviews takes half the time of NumPy slices.
     values = prompt.values.data, response.values.data
     for target, to_start, source, start, num in zip(*to, *at, count.tolist(), strict=True):
@@ -317,10 +317,10 @@ def _tokens(out: pa.Table, table: pa.Table, steps: Steps) -> pa.Table:
 
 def _split(column: Ragged, steps: Steps, length: IntArray) -> Ragged:
     """[S] Split a per-token column of merged rows into its steps."""
-    known = column.valid[steps.row]
-    kept = np.where(known, length, 0)
-    part = gather(column.values, column.offsets[steps.row] + steps.start, kept)
-    return Ragged(part, offsets_of(kept), known)
+    is_valid = column.valid[steps.row]
+    lengths = np.where(is_valid, length, 0)
+    part = gather(column.values, column.offsets[steps.row] + steps.start, lengths)
+    return Ragged(part, offsets_of(lengths), is_valid)
 
 
 def _in_step_order(out: pa.Table, table: pa.Table, joined: BoolArray) -> pa.Table:

@@ -43,7 +43,7 @@ def join_routing(
     """
     routes = Routing.of(column)
     joined: list[Routes | None] = [None] * len(sequences.head)
-    own: list[Routes | None] = [None] * len(column)
+    routes_of_step: list[Routes | None] = [None] * len(column)
     for sequence, first in enumerate(sequences.first.tolist()):
         steps = sequences.order[first : first + int(sequences.count[sequence])].tolist()
         parts = [routes.row(step) for step in steps]
@@ -52,18 +52,18 @@ def join_routing(
         joined[sequence] = whole = _joined([part for part in parts if part is not None])
         for step, part in zip(steps, parts, strict=True):
             if part is not None and not np.array_equal(whole[: len(part)], part):
-                own[step] = part
+                routes_of_step[step] = part
     num_routed = to_arrow(routes.tokens.lengths, pa.int32(), mask=~routes.tokens.valid)
-    fields = {NUM_ROUTED: num_routed, ROUTING: routing_array(own, *routes.shape)}
+    fields = {NUM_ROUTED: num_routed, ROUTING: routing_array(routes_of_step, *routes.shape)}
     return routing_array(joined, *routes.shape), fields
 
 
 def _joined(parts: list[Routes]) -> Routes:
-    pieces, known = [parts[0]], len(parts[0])
+    pieces, num_joined = [parts[0]], len(parts[0])
     for part in parts[1:]:
-        if len(part) > known:
-            pieces.append(part[known:])
-            known = len(part)
+        if len(part) > num_joined:
+            pieces.append(part[num_joined:])
+            num_joined = len(part)
     return np.concatenate(pieces)
 
 
@@ -91,8 +91,8 @@ def routed_alike(table: pa.Table, num_prompt: IntArray, continued: IntArray) -> 
     for step in np.flatnonzero(continued >= 0).tolist():
         before = int(continued[step])
         covered = num_routed[before] >= num_used[before] or num_routed[before] == num_routed[step]
-        known = routes.tokens.row(before)
-        alike[step] = covered and np.array_equal(routes.tokens.row(step)[: len(known)], known)
+        earlier = routes.tokens.row(before)
+        alike[step] = covered and np.array_equal(routes.tokens.row(step)[: len(earlier)], earlier)
     return alike
 
 
@@ -110,14 +110,14 @@ def split_routing(
     joined = Routing.of(column)
     if segments.type.get_field_index(NUM_ROUTED) < 0:
         return column.take(to_arrow(row)).combine_chunks()
-    own = Routing.of(pa.chunked_array([pc.struct_field(segments, ROUTING)]))
+    of_segments = Routing.of(pa.chunked_array([pc.struct_field(segments, ROUTING)]))
     num_routed = filled(pc.struct_field(segments, NUM_ROUTED), 0)
     steps: list[Routes | None] = []
     for at, index in zip(row.tolist(), segment.tolist(), strict=True):
         whole = joined.row(at)
         if whole is not None and index >= 0:
-            kept = own.row(index)
-            whole = whole[: num_routed[index]] if kept is None else kept
+            routed = of_segments.row(index)
+            whole = whole[: num_routed[index]] if routed is None else routed
         steps.append(whole)
     return routing_array(steps, *joined.shape)
 

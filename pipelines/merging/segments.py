@@ -68,12 +68,12 @@ def nest(
     is_made = (sequences.count > 1) | interleaved
     made_count = np.where(is_made, sequences.count, 0)
     rows = sequences.order[is_made[sequences.of[sequences.order]]]
-    made = _made_segments(steps, rows, sequences.start, extra)
-    kept, kept_count = _kept_segments(out)
-    flat = _concat_structs(made, kept)
+    new = _made_segments(steps, rows, sequences.start, extra)
+    earlier, kept_count = _kept_segments(out)
+    flat = _concat_structs(new, earlier)
 
     lengths = np.where(is_made, made_count, kept_count)
-    order = _interleave(is_made, lengths, len(made))
+    order = _interleave(is_made, lengths, len(new))
     valid = is_made
     if "segments" in out.column_names:
         valid = is_made | to_numpy(out.column("segments").is_valid())
@@ -110,10 +110,10 @@ def _kept_segments(out: pa.Table) -> tuple[pa.StructArray, IntArray]:
     return _flat(pc.list_flatten(column)), lengths
 
 
-def _concat_structs(made: pa.StructArray, kept: pa.StructArray) -> pa.StructArray:
+def _concat_structs(new: pa.StructArray, earlier: pa.StructArray) -> pa.StructArray:
     fields = [
         dict(zip((field.name for field in part.type), part.flatten(), strict=True))
-        for part in (made, kept)
+        for part in (new, earlier)
     ]
     names = list(fields[0] | fields[1])
     columns = []
@@ -122,7 +122,7 @@ def _concat_structs(made: pa.StructArray, kept: pa.StructArray) -> pa.StructArra
         kind = next(part.type for part in parts if part is not None)
         casts = [
             pa.nulls(len(whole), kind) if part is None else cast_column(part, kind)
-            for part, whole in zip(parts, (made, kept), strict=True)
+            for part, whole in zip(parts, (new, earlier), strict=True)
         ]
         columns.append(pa.concat_arrays(casts))
     return pa.StructArray.from_arrays(columns, names=names)
@@ -211,7 +211,7 @@ def step_columns(table: pa.Table, steps: Steps) -> pa.Table:
     flat = _flat(pc.list_flatten(table.column("segments")))
     out = table.take(to_arrow(steps.row))
     split = steps.segment >= 0
-    kept = to_arrow(steps.row, mask=split)
+    unsplit = to_arrow(steps.row, mask=split)
     fields = dict(zip((field.name for field in flat.type), flat.flatten(), strict=True))
     restored = {"step_index": "step_index"}
     restored |= {name: segment_name(name) for name in per_step_names(table)}
@@ -220,7 +220,7 @@ def step_columns(table: pa.Table, steps: Steps) -> pa.Table:
         for name, field in restored.items()
         if field in fields
     }
-    return set_columns(out, {"segments": _flat(table.column("segments").take(kept)), **chosen})
+    return set_columns(out, {"segments": _flat(table.column("segments").take(unsplit)), **chosen})
 
 
 def _chosen(column: pa.ChunkedArray, values: pa.Array, steps: Steps) -> pa.Array:

@@ -47,9 +47,9 @@ class Sequences:
         of = np.empty(len(order), np.int64)
         of[order] = np.repeat(np.arange(len(first)), count)
         length = tree.prompt + tree.response
-        known = np.where(continued < 0, 0, length[continued])
+        num_known = np.where(continued < 0, 0, length[continued])
         start = tree.prompt - tree.prompt[head][of]
-        return cls(order, first, head, last, of, start, known)
+        return cls(order, first, head, last, of, start, num_known)
 
     @property
     def count(self) -> IntArray:

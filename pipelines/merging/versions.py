@@ -35,10 +35,14 @@ def split_versions(table: pa.Table) -> pa.Table:
     counts = np.bincount(of, minlength=len(column.lengths))
     if "segments" in table.column_names:
         counts[to_numpy(table.column("segments").is_valid())] = 0
-    kept = counts[of] > 1
-    if not kept.any():
+    is_split = counts[of] > 1
+    if not is_split.any():
         return table
-    length, first, of = np.diff(np.append(first, len(values)))[kept], first[kept], of[kept]
+    length, first, of = (
+        np.diff(np.append(first, len(values)))[is_split],
+        first[is_split],
+        of[is_split],
+    )
     counts = np.bincount(of, minlength=len(column.lengths))
     fields = {
         "start": to_arrow(first - column.offsets[of], pa.int32()),

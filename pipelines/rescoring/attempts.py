@@ -89,8 +89,8 @@ class Attempt:
     @cached_property
     def messages(self) -> list[dict[str, Any]]:
         """The logged messages of the last row; empty if the log has none."""
-        found: list[dict[str, Any]] = json.loads(self.rows[-1].get("messages") or "[]")
-        return found
+        messages: list[dict[str, Any]] = json.loads(self.rows[-1].get("messages") or "[]")
+        return messages
 
     @cached_property
     def turns(self) -> dict[str | None, list[dict[str, Any]]]:
@@ -130,12 +130,12 @@ class Attempt:
         return [self._checked(one) for one in value]
 
     def _checked(self, value: Any) -> dict[str, Any]:
-        found = asdict(value) if isinstance(value, Finding) else value
-        if not isinstance(found, Mapping) or not found.keys() <= _FIELDS:
+        fields = asdict(value) if isinstance(value, Finding) else value
+        if not isinstance(fields, Mapping) or not fields.keys() <= _FIELDS:
             raise self._refused(
                 f"{value!r:.60} is not a finding", "a Finding, or a dict of its fields"
             )
-        finding: dict[str, Any] = dict.fromkeys(_FIELDS) | {"text": ""} | dict(found)
+        finding: dict[str, Any] = dict.fromkeys(_FIELDS) | {"text": ""} | dict(fields)
         label, text, step = finding["label"], finding["text"], finding["step"]
         if not isinstance(label, str) or not is_name(label):
             raise self._refused(f"label {label!r:.60}", "letters, digits, _ and -")

@@ -154,8 +154,8 @@ def false_success(attempt: Attempt) -> Iterator[Finding]:
     if not results or not (results[-1]["failed"] or _FAILS.search(results[-1]["text"])):
         return
     for part in _parts(turns[last], "text"):
-        for found in _SENTENCE.finditer(part["text"]):
-            sentence = found[0].strip()
+        for match in _SENTENCE.finditer(part["text"]):
+            sentence = match[0].strip()
             if _CLAIMS.search(sentence) and not _DENIES.search(sentence):
                 result = " ".join(results[-1]["text"][-_SHOWN:].split())
                 text = f"{sentence[:_SHOWN]} (the last result: ...{result})"
@@ -171,9 +171,9 @@ def refusals(attempt: Attempt) -> Iterator[Finding]:
                 continue
             reason = str(turn["stop_reason"])
             starts = (part["text"][: 2 * _START_CHARS] for part in _parts(turn, "text"))
-            found = next((m for m in map(_REFUSES.search, starts) if m), None)
-            if found is not None and found.start() < _START_CHARS:
-                yield _said(attempt, turn, "refusals", found[0], found[0][:_SHOWN])
+            match = next((m for m in map(_REFUSES.search, starts) if m), None)
+            if match is not None and match.start() < _START_CHARS:
+                yield _said(attempt, turn, "refusals", match[0], match[0][:_SHOWN])
             elif reason.lower() in _REFUSED:
                 yield _at(turn, "refusals", f"stop reason {reason}")
 
@@ -209,9 +209,9 @@ def _decoded(text: str) -> Any:
 
 def _arguments(call: str) -> Any:
     """Return the arguments of a call, which a call between tags has inside it."""
-    found = _decoded(call)
-    inner = found.get("arguments") if isinstance(found, dict) and "name" in found else None
-    return found if inner is None else _decoded(inner) if isinstance(inner, str) else inner
+    decoded = _decoded(call)
+    inner = decoded.get("arguments") if isinstance(decoded, dict) and "name" in decoded else None
+    return decoded if inner is None else _decoded(inner) if isinstance(inner, str) else inner
 
 
 def _canonical(call: str) -> str:
@@ -224,10 +224,12 @@ def _at(turn: Mapping[str, Any], label: str, text: str) -> Finding:
     return Finding(label=label, text=text, step=turn["row"], start=start, length=length)
 
 
-def _said(attempt: Attempt, turn: Mapping[str, Any], label: str, said: str, text: str) -> Finding:
+def _said(
+    attempt: Attempt, turn: Mapping[str, Any], label: str, passage: str, text: str
+) -> Finding:
     """Return a finding about a text in the response of a turn, or else about its tokens."""
-    start = (attempt.rows[turn["row"]].get("response_text") or "").find(said)
+    start = (attempt.rows[turn["row"]].get("response_text") or "").find(passage)
     if start < 0:
         return _at(turn, label, text)
     step = turn["row"]
-    return Finding(label=label, text=text, step=step, text_start=start, text_length=len(said))
+    return Finding(label=label, text=text, step=step, text_start=start, text_length=len(passage))

@@ -94,13 +94,13 @@ def rescore(
     tasks = None if scorer.tasks is None else hashlib.sha256(read_input(scorer.tasks)).hexdigest()
     load = environment_class if scorer.tasks is not None else partial(resolve, rule=RULE)
     sources = source_digests(scorer.function, load(scorer.function))
-    made = {**asdict(scorer), "sources": sources, "tasks_sha256": tasks}
-    del made["gives"]
+    how = {**asdict(scorer), "sources": sources, "tasks_sha256": tasks}
+    del how["gives"]
     with _only_writer(path):
         current = digests(scan(dataset))
-        header = {**made, "dataset_digest": current["digest"].sum()}
+        header = {**how, "dataset_digest": current["digest"].sum()}
         journal = path.with_name(f".{path.name}.journal")
-        before = [*_earlier(dataset, name, kinds, made, current), *_journaled(journal, header)]
+        before = [*_earlier(dataset, name, kinds, how, current), *_journaled(journal, header)]
         done = {score.trajectory_id: score for score in before if score.error is None}
         num_resumed = len(done)
         num_retried = len({score.trajectory_id for score in before} - done.keys())
@@ -123,7 +123,7 @@ def rescore(
         )
         table = table.join(current, on="trajectory_id").sort("trajectory_id")
         stamp = datetime.now(UTC).isoformat(timespec="seconds")
-        facts = {**made, "created": stamp, "num_trajectories": len(table)}
+        facts = {**how, "created": stamp, "num_trajectories": len(table)}
         has_findings = table["findings"].null_count() < len(table) or kind is FINDINGS
         for one in reversed(kinds):  # the first one completes the run
             if one is kind or has_findings:
@@ -143,8 +143,8 @@ def rescore(
 
 def labels_of(version: pl.DataFrame) -> dict[str, int]:
     """Count the findings of each label, the most frequent first."""
-    found = version["findings"].drop_nulls().explode(empty_as_null=False)
-    counts = found.struct.field("label").value_counts(sort=True)
+    findings = version["findings"].drop_nulls().explode(empty_as_null=False)
+    counts = findings.struct.field("label").value_counts(sort=True)
     return dict(counts.sort("count", "label", descending=[True, False]).rows())
 
 
@@ -156,46 +156,46 @@ def _filled(table: pl.DataFrame, kind: Kind) -> pl.DataFrame:
 
 
 def _earlier(
-    dataset: str, name: str, kinds: Sequence[Kind], made: dict[str, Any], current: pl.DataFrame
+    dataset: str, name: str, kinds: Sequence[Kind], how: dict[str, Any], current: pl.DataFrame
 ) -> list[Score]:
     """Return the scores of a complete version, which must be of the same function.
 
     Those of trajectories that changed since are left out.
     """
-    found = pl.DataFrame(schema=kinds[0].schema)
+    earlier = pl.DataFrame(schema=kinds[0].schema)
     for kind in kinds:
         path = version_path(dataset, name, kind)
         if not path.exists():
             continue
         values, before = read_version(dataset, name, kind)
-        if any(before.get(key) != value for key, value in made.items() if key != "timeout_s"):
-            raise _made_otherwise(dataset, name, kind, made, before)
+        if any(before.get(key) != value for key, value in how.items() if key != "timeout_s"):
+            raise _made_otherwise(dataset, name, kind, how, before)
         if kind is kinds[0]:
-            found = values
+            earlier = values
         else:
             more = values.select("trajectory_id", "digest", kind.column)
-            found = found.join(more, on=["trajectory_id", "digest"], how="left")
-    same = found.join(current, on=["trajectory_id", "digest"], how="semi").drop("digest")
+            earlier = earlier.join(more, on=["trajectory_id", "digest"], how="left")
+    same = earlier.join(current, on=["trajectory_id", "digest"], how="semi").drop("digest")
     return [Score(**{"reward": None, **row}) for row in same.iter_rows(named=True)]
 
 
 def _made_otherwise(
-    dataset: str, name: str, kind: Kind, made: dict[str, Any], before: dict[str, Any]
+    dataset: str, name: str, kind: Kind, how: dict[str, Any], before: dict[str, Any]
 ) -> InputError:
-    files = {**made["sources"], **before.get("sources", {})}
-    changed = [f for f in files if made["sources"].get(f) != before.get("sources", {}).get(f)]
+    files = {**how["sources"], **before.get("sources", {})}
+    changed = [f for f in files if how["sources"].get(f) != before.get("sources", {}).get(f)]
     why = f"whose source changed since ({', '.join(changed)})" if changed else "with other options"
     got = f"{kind.name} {name!r} was made by {before.get('function')}, {why}"
     hint = f"pass another --name, or remove {version_path(dataset, name, kind)}"
     return InputError("reward_version", dataset, got, hint=hint)
 
 
-def _journaled(journal: Path, made: dict[str, Any]) -> list[Score]:
+def _journaled(journal: Path, how: dict[str, Any]) -> list[Score]:
     """Return the scores of a journal of the same function; a line that was cut off is left out."""
     if not journal.exists():
         return []
     first, *lines = journal.read_text().split("\n")
-    if _parsed(first) != made:
+    if _parsed(first) != how:
         journal.unlink()
         return []
     return [Score(**record) for line in lines if (record := _parsed(line)) is not None]
@@ -210,7 +210,7 @@ def _parsed(line: str) -> dict[str, Any] | None:
 
 
 @contextmanager
-def _appending(journal: Path, made: dict[str, Any]) -> Iterator[Callable[[dict[str, Any]], None]]:
+def _appending(journal: Path, how: dict[str, Any]) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Open a journal; each record is with the operating system when the call returns."""
     is_new = not journal.exists()
     with journal.open("ab", buffering=0) as file:
@@ -219,7 +219,7 @@ def _appending(journal: Path, made: dict[str, Any]) -> Iterator[Callable[[dict[s
             file.write(json.dumps(record).encode() + b"\n")
 
         if is_new:
-            write(made)
+            write(how)
         else:
             file.write(b"\n")  # ends a line that was cut off
         yield write

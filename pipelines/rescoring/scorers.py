@@ -58,8 +58,8 @@ class Scorer:
         """
         if self.tasks is None:
             return resolve(self.function, RULE)
-        own = EnvConfig(default_env_config(self.function))
-        make = partial(environment_class(self.function), env_config=own)
+        config = EnvConfig(default_env_config(self.function))
+        make = partial(environment_class(self.function), env_config=config)
         tasks = {task.instance_id: task for task in read_tasks(self.tasks, 1)}
 
         def score(attempt: Attempt) -> float:
@@ -214,10 +214,10 @@ def _work(connection: Connection, scorer: Scorer) -> None:
 def _score(function: Callable[[Attempt], Any], attempt: Attempt, gives: str) -> Score:
     try:
         value = function(attempt)
-        reward, found = value if type(value) is tuple and len(value) == 2 else (value, None)
+        reward, listed = value if type(value) is tuple and len(value) == 2 else (value, None)
         if gives == "findings":
-            reward, found = None, value
-        findings = None if found is None and gives == "reward" else attempt.findings(found)
+            reward, listed = None, value
+        findings = None if listed is None and gives == "reward" else attempt.findings(listed)
     except RolloutError as error:
         return Score(attempt.trajectory_id, None, str(error))
     except Exception as error:  # the user's function may raise anything

@@ -32,8 +32,8 @@ def source_digests(name: str, function: Callable[..., Any]) -> dict[str, str]:
         >>> list(source_digests("checked:brief", brief))
         ['checked', 'limits']
     """
-    found = inspect.unwrap(function)
-    roots = {name.partition(":")[0], getattr(found, "__module__", None) or type(found).__module__}
+    inner = inspect.unwrap(function)
+    roots = {name.partition(":")[0], getattr(inner, "__module__", None) or type(inner).__module__}
     packages = {root.partition(".")[0] for root in roots}
     waiting, digests = [*roots], dict[str, str]()
     seen = set(waiting)

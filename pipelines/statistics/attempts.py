@@ -110,17 +110,17 @@ def attempts(frame: Frame, outcome: Outcome = "last") -> pl.DataFrame:
 
 def _sampled(rows: pl.Series) -> pl.Series:
     """Count the sampled tokens of each row."""
-    found = sampled_lengths(as_table(rows.struct.unnest()))
-    return pl.Series(rows.name, found, pl.Int64)
+    lengths = sampled_lengths(as_table(rows.struct.unnest()))
+    return pl.Series(rows.name, lengths, pl.Int64)
 
 
 def _repeated(rows: pl.Series) -> pl.Series:
     """Return, for each step of each row, the share of its 4-grams that occurred in it before."""
-    found, owners = regions(rows, 0)
-    lengths = np.maximum(found.lengths - _NGRAM + 1, 0)
-    starts = ranges(found.offsets[:-1], lengths)
+    sampled, owners = regions(rows, 0)
+    lengths = np.maximum(sampled.lengths - _NGRAM + 1, 0)
+    starts = ranges(sampled.offsets[:-1], lengths)
     steps = np.repeat(np.arange(len(lengths)), lengths)
-    sequences = sequence_hashes(found.values.astype(np.uint64), _NGRAM)[starts]
+    sequences = sequence_hashes(sampled.values.astype(np.uint64), _NGRAM)[starts]
     hashed = sequences ^ (steps.astype(np.uint64) + np.uint64(1)) * MULTIPLIER
     _, firsts = np.unique(hashed, return_index=True)
     distinct = np.bincount(steps[firsts], minlength=len(lengths))
@@ -141,8 +141,8 @@ def with_names(first: pl.DataFrame, second: pl.DataFrame) -> tuple[pl.DataFrame,
     tools = _frequent([table["tools"].explode(empty_as_null=True) for table in tables])
     failed = _frequent([table["failed_tools"].explode(empty_as_null=True) for table in tables])
     reasons = _frequent([table["stop_reason"] for table in tables])
-    found = [table["environment"].explode(empty_as_null=True) for table in tables]
-    keys = _frequent([pairs.struct.field("key") for pairs in found])
+    environments = [table["environment"].explode(empty_as_null=True) for table in tables]
+    keys = _frequent([pairs.struct.field("key") for pairs in environments])
     healthy = pl.col("error").is_null()
     pairs = pl.col("environment").list
     columns = {f"calls of {name}": pl.col("tools").list.count_matches(name) for name in tools}

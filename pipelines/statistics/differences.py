@@ -156,12 +156,12 @@ def _per_task(lines: pl.DataFrame, label: str, *, has_failed: bool) -> pl.DataFr
 
 
 def _numbers(both: pl.DataFrame, directions: Mapping[str, int]) -> pl.DataFrame:
-    known = pl.col("change").is_not_null()
+    is_known = pl.col("change").is_not_null()
     table = both.group_by("name", maintain_order=True).agg(
-        pl.col("a", "b", "change").filter(known).mean(),
+        pl.col("a", "b", "change").filter(is_known).mean(),
         pl.col("change").alias("changes"),
-        known.sum().cast(pl.Int64).alias("num_tasks"),
-        pl.col("num_a", "num_b").filter(known).sum().name.replace("num_", "num_attempts_"),
+        is_known.sum().cast(pl.Int64).alias("num_tasks"),
+        pl.col("num_a", "num_b").filter(is_known).sum().name.replace("num_", "num_attempts_"),
         pl.col("num_unknown_a", "num_unknown_b").sum(),
         is_known=pl.sum_horizontal(pl.col("num_a", "num_b").sum()) > 0,
     )

@@ -45,14 +45,14 @@ class Distribution:
         """Compute the distribution of a series of integers."""
         if values.is_empty():
             return cls(None, None, None, None, None, ())
-        found = values.sort().to_list()
-        counts, _ = np.histogram(found, bins=NUM_BINS)
+        ordered = values.sort().to_list()
+        counts, _ = np.histogram(ordered, bins=NUM_BINS)
         return cls(
-            mean=sum(found) / len(found),
-            median=found[(len(found) - 1) // 2],
-            p95=found[-(-95 * len(found) // 100) - 1],
-            min=found[0],
-            max=found[-1],
+            mean=sum(ordered) / len(ordered),
+            median=ordered[(len(ordered) - 1) // 2],
+            p95=ordered[-(-95 * len(ordered) // 100) - 1],
+            min=ordered[0],
+            max=ordered[-1],
             counts=tuple(counts.tolist()),
         )
 
@@ -99,11 +99,11 @@ class Rewards:
 
 def reward_distribution(summary: Summary) -> Rewards:
     """Return the distribution of a dataset's returns."""
-    known = pl.col("return").fill_nan(None)
+    returns = pl.col("return").fill_nan(None)
     groups = summary.returns.group_by("instance_id").agg(
-        equal=are_equal(pl.col("return")), single=known.count() < 2
+        equal=are_equal(pl.col("return")), single=returns.count() < 2
     )
-    values = summary.returns.select(known).to_series().drop_nulls().to_list()
+    values = summary.returns.select(returns).to_series().drop_nulls().to_list()
     is_binary = bool(values) and set(values) <= {0.0, 1.0}
     num_equal, num_single = int(groups["equal"].sum()), int(groups["single"].sum())
     return Rewards(

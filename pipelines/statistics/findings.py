@@ -33,7 +33,7 @@ def finding_numbers(dataset: str) -> list[dict[str, Any]]:
         empty = {"name": name, "label": None, "num_findings": 0, "num_trajectories": 0}
         unknown = {"name": name, "label": None, "num_findings": None, "num_trajectories": None}
         try:
-            found = exploded(dataset, name)
+            findings = exploded(dataset, name)
         except InputError as error:
             numbers.append(unknown | {"problem": str(error)})
             continue
@@ -41,7 +41,7 @@ def finding_numbers(dataset: str) -> list[dict[str, Any]]:
         if len(values) and values["findings"].null_count() == len(values):
             numbers.append(unknown | {"problem": "the function failed for every trajectory"})
             continue
-        counts = found.group_by("name", "label").agg(
+        counts = findings.group_by("name", "label").agg(
             num_findings=pl.len(), num_trajectories=pl.col("trajectory_id").n_unique()
         )
         lines = counts.sort("num_findings", "label", descending=[True, False]).to_dicts()
@@ -69,8 +69,8 @@ def with_findings(
     """
     tables, others = [lines_a, lines_b], []
     for name in sorted({*version_names(a, FINDINGS)} & {*version_names(b, FINDINGS)}):
-        made = [read_version(path, name, FINDINGS)[1] for path in (a, b)]
-        if any(made[0].get(key) != made[1].get(key) for key in ("function", "sources")):
+        how = [read_version(path, name, FINDINGS)[1] for path in (a, b)]
+        if any(how[0].get(key) != how[1].get(key) for key in ("function", "sources")):
             others.append(name)
             continue
         values = [read_current(path, name, FINDINGS) for path in (a, b)]
@@ -78,8 +78,8 @@ def with_findings(
         for label in labels.struct.field("label").unique().sort():
             title = f"findings {name}" if label == name else f"findings {name}/{label}"
             number = pl.col("findings").list.eval(pl.element().struct.field("label") == label)
-            for side, own in enumerate(values):
-                counted = own.select(
+            for side, side_values in enumerate(values):
+                counted = side_values.select(
                     "trajectory_id", number.list.sum().cast(pl.Float64).alias(title)
                 )
                 tables[side] = tables[side].join(

@@ -48,10 +48,10 @@ def grouped(
     """
     frame = with_absent(as_lazy(frame), ("error", TASK, *CALLED))
     computed = trajectory_columns(frame, outcome)
-    known = dict.fromkeys([*TRAJECTORY_COLUMNS, *frame.collect_schema()])
-    if by not in known:
+    columns = dict.fromkeys([*TRAJECTORY_COLUMNS, *frame.collect_schema()])
+    if by not in columns:
         got = f"there is no column {by!r}"
-        raise ConfigError("known_column", "--by", got, hint=f"use one of {', '.join(known)}")
+        raise ConfigError("known_column", "--by", got, hint=f"use one of {', '.join(columns)}")
     features = {name: computed[name] for name in (*_MEANS, "num_tool_errors")}
     features["num_tool_results"] = tool_calls(), count_results
     if by not in {"instance_id", "trajectory_id", "error", "return"}:

@@ -108,8 +108,8 @@ def rollout_metrics(
         >>> rollout_metrics(steps, per="step")["generate/avg_num_tokens"]
         2.0
     """
-    found = dataset_metrics(frame, outcome).filter(pl.col("value").is_not_null()).collect()
-    last = found.sort(pl.col("per") == per, maintain_order=True)  # dict() keeps the last value
+    metrics = dataset_metrics(frame, outcome).filter(pl.col("value").is_not_null()).collect()
+    last = metrics.sort(pl.col("per") == per, maintain_order=True)  # dict() keeps the last value
     return dict(last.select("metric", "value").rows())
 
 
@@ -223,8 +223,8 @@ def _turns(table: pa.Table, masks: Ragged, begin: IntArray) -> pa.Array:
     counts = np.where(has, lengths, runs.lengths)
     of_segments = np.repeat(has, counts)
     values = np.zeros(int(counts.sum()), np.int64)
-    found = to_numpy(pc.struct_field(pc.list_flatten(column), "length"))
-    values[of_segments] = found[np.repeat(has, lengths)]
+    segment_lengths = to_numpy(pc.struct_field(pc.list_flatten(column), "length"))
+    values[of_segments] = segment_lengths[np.repeat(has, lengths)]
     values[~of_segments] = runs.values[np.repeat(~has, runs.lengths)]
     return _lists(values, offsets_of(counts))
 
@@ -266,13 +266,13 @@ def _environment(table: pa.Table, steps: Steps, offsets: IntArray) -> pa.Array:
 def _all_metrics(rows: pl.DataFrame) -> pl.DataFrame:
     failed = rows.filter(pl.col("error").is_not_null())
     healthy = rows.filter(pl.col("error").is_null())
-    found = [
+    metrics = [
         *_step_metrics(healthy, failed),
         *_trajectory_metrics(healthy, len(failed)),
         *_environment_metrics(healthy),
         *_group_metrics(rows),
     ]
-    return pl.DataFrame(found, schema=METRIC_SCHEMA, orient="row")
+    return pl.DataFrame(metrics, schema=METRIC_SCHEMA, orient="row")
 
 
 def _step_metrics(healthy: pl.DataFrame, failed: pl.DataFrame) -> Iterator[Metric]:
@@ -299,13 +299,13 @@ def _trajectory_metrics(healthy: pl.DataFrame, num_failed: int) -> Iterator[Metr
     yield _metric("trajectory", "generate/avg_num_turns", turns, num_failed)
 
     value = healthy["return"]
-    known = value.drop_nulls()
+    returns = value.drop_nulls()
     left_out = num_failed + value.null_count()
     for name, which in (("non_zero", value != 0.0), ("zero", value == 0.0)):
         chosen = tokens.filter(which.fill_null(value=False))
         yield _metric("trajectory", f"generate/avg_tokens_{name}_rewards", chosen, left_out)
-    yield _metric("trajectory", "avg_score", known, left_out)
-    yield _metric("trajectory", "mean_positive_reward", known.clip(lower_bound=0.0), left_out)
+    yield _metric("trajectory", "avg_score", returns, left_out)
+    yield _metric("trajectory", "mean_positive_reward", returns.clip(lower_bound=0.0), left_out)
     total = len(healthy) + num_failed
     yield Metric("trajectory", "generate/num_error_trajectories", float(num_failed), total, 0)
     unknown = float(value.null_count())
@@ -328,10 +328,10 @@ def _group_metrics(rows: pl.DataFrame) -> Iterator[Metric]:
         num_correct=is_above(pl.col("return"), 0.0).sum(),
         failed=pl.col("error").is_not_null().any(),
     )
-    known = groups.filter(pl.col("num") > 0)
-    solved = known["num_correct"] > 0
-    yield _metric("group", "pass_at_n", solved.cast(pl.Float64), len(groups) - len(known))
-    counts = known.group_by("num", "num_correct").len().rows()
+    scored = groups.filter(pl.col("num") > 0)
+    solved = scored["num_correct"] > 0
+    yield _metric("group", "pass_at_n", solved.cast(pl.Float64), len(groups) - len(scored))
+    counts = scored.group_by("num", "num_correct").len().rows()
     for k in _attempts(max((num for num, _, _ in counts), default=0)):
         entered = [(times, pass_at_k(n, c, k)) for n, c, times in counts if n >= k]
         total = sum(times for times, _ in entered)
@@ -353,8 +353,8 @@ def _token_metrics(per: Per, name: str, values: pl.Series, left_out: int) -> Ite
 
 def _statistics(values: pl.Series) -> dict[str, float | None]:
     numbers = values.cast(pl.Float64)
-    found = {"min": numbers.min(), "max": numbers.max(), "avg": mean_of(numbers)}
-    return {**found, "std": numbers.std(ddof=0)}  # type: ignore[dict-item]
+    extremes = {"min": numbers.min(), "max": numbers.max(), "avg": mean_of(numbers)}
+    return {**extremes, "std": numbers.std(ddof=0)}  # type: ignore[dict-item]
 
 
 def _metric(per: Per, name: str, values: pl.Series, left_out: int) -> Metric:

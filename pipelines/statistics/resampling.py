@@ -49,17 +49,17 @@ def mean_intervals(values: Floats, level: float = 0.95) -> Floats:
     """
     bounds = np.tile([-np.inf, np.inf], (values.shape[1], 1))
     for column, one in enumerate(values.T):
-        known = one[np.isfinite(one)]
-        scale = np.abs(known).max(initial=0.0)
-        if len(known) < 2 or not scale:
+        finite = one[np.isfinite(one)]
+        scale = np.abs(finite).max(initial=0.0)
+        if len(finite) < 2 or not scale:
             continue
-        known = known / scale  # squares neither overflow nor vanish
-        is_equal = is_rounding(np.ptp(known), 1.0)
+        finite = finite / scale  # squares neither overflow nor vanish
+        is_equal = is_rounding(np.ptp(finite), 1.0)
         if is_equal:
-            known = np.append(known, 0.0)
-        num, mean = len(known), known.mean()
-        error, q = known.std(ddof=1) / math.sqrt(num), _student_quantile(level, num - 1)
-        a = np.mean((known - mean) ** 3) / known.std() ** 3 / math.sqrt(num)
+            finite = np.append(finite, 0.0)
+        num, mean = len(finite), finite.mean()
+        error, q = finite.std(ddof=1) / math.sqrt(num), _student_quantile(level, num - 1)
+        a = np.mean((finite - mean) ** 3) / finite.std() ** 3 / math.sqrt(num)
         ends = np.array([-q, q])
         is_skewed = abs(a) > _TIE and not is_equal
         hall = 3 / a * (np.cbrt(1 + a * (ends - a / 6)) - 1) if is_skewed else ends
@@ -166,10 +166,10 @@ def discoveries(probabilities: Iterable[float], rate: float = 0.05) -> list[bool
     order = np.argsort(p, kind="stable")
     limits = rate * np.arange(1, len(p) + 1) / max(len(p), 1)
     below = np.flatnonzero(p[order] <= limits)
-    found = np.zeros(len(p), np.bool_)
+    is_discovery = np.zeros(len(p), np.bool_)
     if len(below):
-        found[order[: below[-1] + 1]] = True
-    return found.tolist()
+        is_discovery[order[: below[-1] + 1]] = True
+    return is_discovery.tolist()
 
 
 def least_changed(sizes: Iterable[tuple[int, int]], rate: float = 0.05) -> int | None:

@@ -194,9 +194,9 @@ def _rows(rows: pl.DataFrame) -> dict[str, Any]:
 def _returns(returns: pl.DataFrame) -> dict[str, Any]:
     failed = returns["error"].is_not_null()
     value = returns["return"]
-    known = pl.col("return").fill_nan(None)
+    returned = pl.col("return").fill_nan(None)
     groups = returns.group_by("instance_id").agg(
-        varied=(known.count() > 1) & ~are_equal(pl.col("return")),
+        varied=(returned.count() > 1) & ~are_equal(pl.col("return")),
         has_failed=pl.col("error").is_not_null().any(),
     )
     return {
