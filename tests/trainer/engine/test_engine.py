@@ -19,7 +19,8 @@ from tests.helpers.architectures import tiny_model
 from tests.helpers.chat_helpers import CONVERSATIONS, prompt_ids
 from tests.helpers.trainer_helpers import VOCAB, plain_logprobs, tiny_llama
 from trainer.engine.batching import Request, continue_batch
-from trainer.engine.embedded import TransformersEngine, assistant_message
+from trainer.engine.embedded import TransformersEngine
+from trainer.engine.in_process import assistant_message
 from trainer.engine.token_sampling import sample_tokens, sampled_distribution
 
 P = torch.tensor([0.5, 0.3, 0.2])
