@@ -142,6 +142,10 @@ class RlConfig(Sections):
             _refuse_own_keys(name, table)
             _refuse_unknown_keys(name, table)
         generation, training, _ = self.generation, self.training, self.evaluations(0)
+        if generation.is_colocated and self.loop.max_staleness:
+            expected = "0, because vLLM in the trainer's processes does not sample during updates"
+            finding, hint = str(self.loop.max_staleness), "use servers: set urls in [generate]"
+            raise ConfigError("config_value", "[loop] max_staleness", finding, expected, hint)
         if generation.group_size == 1 and training.compares_groups:
             estimator = training.advantage.estimator
             expected = f"at least 2, because {estimator} compares the trajectories of a group"

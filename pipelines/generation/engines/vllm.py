@@ -14,17 +14,15 @@ from typing import Any, Self
 
 import msgspec
 
-from pipelines.generation.engines.base import (
-    ENGINE_DOWN,
-    Sampled,
-    Sampling,
-    contains_any,
-    is_adapter,
-)
+from pipelines.generation.engines.base import ENGINE_DOWN, Sampled, Sampling, is_adapter
 from pipelines.generation.engines.completion_parsing import read_sampled
 from pipelines.generation.engines.http_pool import Body, Limits, ServerError, Servers
 from pipelines.generation.engines.output_layers import OutputLayers, lacks_output_layer
-from pipelines.generation.engines.sampling_support import read_support, support_fields
+from pipelines.generation.engines.request_fields import (
+    read_support,
+    sampling_fields,
+    support_fields,
+)
 from pipelines.generation.engines.weight_transfer import OpenSender, Transfers
 from rollout_io.formats.parsing.jsonl import decode_line
 from schemas.errors import ConfigError, EngineError, InputError, MissingExtra, count
@@ -367,31 +365,6 @@ class VllmEngine:
             expected = "log-probabilities"
             raise EngineError("engine_answer", _COMPLETIONS, f"{found}", expected, hint)
         return max(found)
-
-
-def sampling_fields(sampling: Sampling, special_tokens: Collection[str] = ()) -> dict[str, Any]:
-    """Return a request's sampling fields, all explicit so that no server defaults apply.
-
-    Args:
-        sampling: Sampling settings.
-        special_tokens: See `VllmEngine`.
-    """
-    fields: dict[str, Any] = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": -1 if sampling.top_k is None else sampling.top_k,
-        "min_p": sampling.min_p,
-        "repetition_penalty": 1.0,
-        "max_tokens": sampling.max_tokens,
-        "return_token_ids": True,
-    }
-    if sampling.stop:
-        fields |= {"stop": list(sampling.stop), "include_stop_str_in_output": True}
-    if contains_any(sampling.stop, special_tokens):
-        fields["skip_special_tokens"] = False
-    if sampling.seed is not None:
-        fields["seed"] = sampling.seed
-    return fields
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:

@@ -1,0 +1,203 @@
+"""vLLM in one of the trainer's processes: each holds a part of the model, and all take the same steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipelines.generation.engines.output_layers import EMBEDDING, HEAD, lacks_output_layer
+from schemas.errors import ConfigError, EngineError
+from trainer.run.state import generators, restore_generators
+
+WHERE = "vLLM in this process"
+_ARGUMENTS = "[generate] engine_args"
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+_USUAL = {"gpu_memory_utilization": 0.5, "seed": 0}
+"""vLLM's default of 0.92 leaves no memory for the trainer."""
+_OURS = {
+    "model": "set `model`",
+    "dtype": "set `dtype`",
+    "tensor_parallel_size": "it is the number of processes: pass --num-processes",
+    "distributed_executor_backend": "the number of processes determines it",
+    "logprobs_mode": "log-probabilities are those of the sampled distribution",
+    "enable_sleep_mode": "vLLM sleeps during updates wherever it can",
+}
+_ROTARY_NOISE = "vllm.model_executor.model_loader.reload.layerwise"
+
+NamedTensors = Iterable[tuple[str, Tensor]]
+Request = tuple[str, list[int], dict[str, Any]]
+"""Name, prompt, and fields of `SamplingParams`."""
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Check the names of arguments for vLLM.
+
+    Raises:
+        ConfigError: `config_key`: vLLM has no such argument, or it is set here.
+        ImportError: vLLM is not installed.
+    """
+    os.environ |= _ENVIRONMENT | {k: v for k, v in os.environ.items() if k in _ENVIRONMENT}
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import EngineArgs
+
+    names = [field.name for field in dataclasses.fields(EngineArgs)]
+    for name in arguments:
+        if name in _OURS:
+            raise ConfigError("config_key", _ARGUMENTS, f"`{name}`", hint=_OURS[name])
+        if name not in names:
+            near = get_close_matches(name, names, 1)
+            hint = f"did you mean `{near[0]}`?" if near else "use an argument of vLLM's EngineArgs"
+            raise ConfigError("config_key", _ARGUMENTS, f"unknown argument `{name}`", hint=hint)
+
+
+class VllmPart:
+    """The part of vLLM in one process.
+
+    Each process holds 1 / `num_processes` of every weight and of the cache, schedules the same
+    requests, and samples the same tokens. All processes therefore call the same methods with the
+    same arguments, in the same order.
+
+    Args:
+        weights: Yields the trainer's current weights, named as in model directories.
+
+    Attributes:
+        digest: Checksum of all responses so far, by which processes notice that they differ.
+    """
+
+    def __init__(self, weights: Callable[[], NamedTensors] = tuple) -> None:
+        self.weights = weights
+        self.digest = 0
+        self._engine: Any = None
+        self._generators: dict[str, Any] = {}
+
+    def start(self, arguments: dict[str, Any], num_processes: int) -> dict[str, int]:
+        """Start vLLM, and return the size of its context and of its vocabulary.
+
+        Raises:
+            EngineError: `engine_start`: vLLM cannot be started with these arguments.
+        """
+        check_arguments({})
+        logging.getLogger(_ROTARY_NOISE).setLevel(logging.ERROR)
+        from vllm import EngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        several = {"distributed_executor_backend": "external_launcher"} if num_processes > 1 else {}
+        self._generators = generators()
+        try:
+            given = EngineArgs(
+                **_USUAL | several | arguments,
+                tensor_parallel_size=num_processes,
+                logprobs_mode="processed_logprobs",
+                enable_sleep_mode=current_platform.is_sleep_mode_available(),
+                use_tqdm_on_load=False,
+                disable_log_stats=True,
+            )
+            self._engine = LLMEngine.from_engine_args(given)
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            hint = "change engine_args in [generate]: see vLLM's EngineArgs"
+            got = f"vLLM cannot start: {type(error).__name__}: {reason[:500]}"
+            raise EngineError("engine_start", str(arguments["model"]), got, hint=hint) from error
+        model = self._engine.model_config
+        self._seed(0)
+        return {"context_tokens": model.max_model_len, "vocab_size": model.get_vocab_size()}
+
+    def step(
+        self, requests: Sequence[Request], aborted: Sequence[str], digest: int
+    ) -> tuple[list[Any], dict[str, str]]:
+        """Add and abort requests, sample one token of each, and return the finished ones.
+
+        Returns:
+            The finished requests, as vLLM's `RequestOutput`; why requests were refused, by name.
+        """
+        from vllm import SamplingParams
+        from vllm.exceptions import VLLMClientError
+        from vllm.sampling_params import RequestOutputKind
+
+        self._check(digest)
+        self._engine.abort_request(list(aborted))
+        refused = {}
+        for name, ids, fields in requests:
+            try:
+                parameters = SamplingParams(**fields, output_kind=RequestOutputKind.FINAL_ONLY)
+                (prompt,) = self._engine.renderer.render_cmpl([{"prompt_token_ids": ids}])
+                self._engine.add_request(name, prompt, parameters)
+            except (ValueError, TypeError, VLLMClientError) as error:
+                refused[name] = str(error)
+        outputs = self._engine.step() if self._engine.has_unfinished_requests() else []
+        finished = [output for output in outputs if output.finished]
+        for output in finished:
+            self.digest = zlib.crc32(repr(output.outputs[0].token_ids).encode(), self.digest)
+        return finished, refused
+
+    def sleep(self, digest: int) -> None:
+        """Free the devices' memory, and restore the trainer's random number generators."""
+        self._check(digest)
+        if self._engine.model_config.enable_sleep_mode:
+            self._engine.sleep(level=1)
+        restore_generators(self._generators)
+
+    def wake(self, policy_version: int) -> None:
+        """Take the trainer's weights, to sample with them."""
+        sleeps = self._engine.model_config.enable_sleep_mode
+        if sleeps:
+            torch.cuda.empty_cache()
+            self._engine.wake_up(tags=["weights"])
+        self._reload(self.weights())
+        if sleeps:
+            self._engine.wake_up(tags=["kv_cache"])
+        self._generators = generators()
+        self._seed(policy_version)
+
+    def load(self, path: str) -> None:
+        """Load the weights in a model directory."""
+        self._reload(_with_output_layer(Path(path)))
+
+    def stop(self, num_processes: int) -> None:
+        """Free everything that vLLM holds."""
+        from vllm.distributed import parallel_state
+
+        self._engine.engine_core.shutdown()
+        parallel_state.destroy_model_parallel()
+        if num_processes == 1:  # otherwise, the trainer made the group of all processes
+            parallel_state.destroy_distributed_environment()
+
+    def _reload(self, weights: NamedTensors) -> None:
+        iterator = {"weights_iterator": iter(weights)}
+        self._engine.collective_rpc("reload_weights", kwargs=iterator)
+        self._engine.reset_prefix_cache()  # its keys and values come from the old weights
+
+    def _seed(self, policy_version: int) -> None:
+        """Seed the generators that vLLM samples with: equally in all processes."""
+        torch.manual_seed((self._engine.model_config.seed << 32) + policy_version)
+
+    def _check(self, digest: int) -> None:
+        if digest != self.digest:
+            got = "this process sampled other tokens than the main process"
+            raise EngineError("engine_answer", WHERE, got, "the same tokens in all processes")
+
+
+def _with_output_layer(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Read a model directory; see `pipelines.generation.engines.output_layers`."""
+    from trainer.engine.weight_transfer import Checkpoint
+
+    is_tied = lacks_output_layer(path)
+    for name, tensor in Checkpoint(path):
+        yield name, tensor
+        if is_tied and name == EMBEDDING:
+            yield HEAD, tensor

@@ -1,0 +1,98 @@
+"""Give the policy's weights to the engine: in files, or in memory if it runs in the same processes."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from trainer.rl.config import RlConfig
+from trainer.rl.follow import ENGINE, WEIGHTS
+from trainer.rl.updates import Learning
+from trainer.rl.weight_swap import WeightSwapEngine
+from trainer.run.messages import say
+
+_WHOLE_MODELS = (
+    "the servers get whole models, because they do not load adapters; to send only the adapters, "
+    "start vLLM with --enable-lora --max-loras 2 --max-lora-rank RANK and "
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
+)
+
+InAll = Callable[[Mapping[str, Any], Callable[[], Any]], Awaitable[Any]]
+"""Gives an order to the other processes, and carries it out in this one, in the trainer's thread."""
+
+
+class WeightSync:
+    """Hands each version of the policy to the engine.
+
+    Args:
+        config: Configuration of the run.
+        learning: Has the policy.
+        engine: The engine.
+        in_all: See `InAll`.
+
+    Attributes:
+        duration_s: Duration of the last handover, in seconds.
+    """
+
+    def __init__(
+        self, config: RlConfig, learning: Learning, engine: WeightSwapEngine, in_all: InAll
+    ) -> None:
+        self._config, self._learning, self._engine, self._in_all = config, learning, engine, in_all
+        self._as_adapter = False
+        self._colocated: Any = None
+        self.duration_s = 0.0
+
+    def share_devices(self, in_all: Callable[[Mapping[str, Any], Callable[[], Any]], Any]) -> None:
+        """Let a `ColocatedVllm` run in all processes; `in_all` gives an order, and blocks."""
+        engine: Any = self._engine.engine
+        engine.part.weights = self._learning.weights
+        engine.num_processes = self._learning.accelerator.num_processes
+        engine.together = lambda method, arguments, work: in_all(
+            {"do": ENGINE, "method": method, "arguments": arguments}, work
+        )
+        self._colocated = engine
+
+    async def begin(self) -> None:
+        """Give the run's weights to an engine that may have others.
+
+        A server may still have another run's weights. One that cannot read the run's directory thus
+        ends the run before anything is sampled.
+        """
+        config, learning, engine = self._config, self._learning, self._engine
+        self._as_adapter = learning.has_adapter and await engine.takes_adapters()
+        is_served = bool(config.generation.urls)
+        if is_served and learning.has_adapter and not self._as_adapter:
+            say(_WHOLE_MODELS)
+        if is_served and self._as_adapter:
+            await engine.load_weights(config.model.path, policy_version=0)
+        if is_served or learning.iteration:
+            async with self.devices():
+                await self.give()
+
+    @asynccontextmanager
+    async def devices(self) -> AsyncIterator[None]:
+        """Give the devices to the trainer, if the engine shares them; `give` gives them back."""
+        if self._colocated is None:
+            yield
+            return
+        async with self._engine.idle():
+            await self._colocated.sleep()
+            yield
+
+    async def give(self) -> None:
+        """Give the current weights to the engine, inside of `devices`."""
+        begun, learning = time.perf_counter(), self._learning
+        if self._colocated is not None:
+            await self._colocated.wake(learning.iteration)
+        else:
+            # An engine may read the files of both loaded adapters again until `load_weights`
+            # has replaced the older one.
+            keep = max(self._config.loop.keep_weights, 3 if self._as_adapter else 1)
+            how: Any = {"keep": keep, "as_adapter": self._as_adapter}
+            write = functools.partial(learning.write_weights, **how)
+            path = await self._in_all({"do": WEIGHTS} | how, write)
+            await self._engine.load_weights(str(path), policy_version=learning.iteration)
+        self.duration_s = time.perf_counter() - begun
