@@ -13,6 +13,7 @@ from typing import Any, Self
 from pipelines.generation.engines.base import ENGINE_DOWN, Sampled, Sampling
 from pipelines.generation.engines.completion_parsing import checked, engine_answers
 from pipelines.generation.engines.request_fields import sampling_fields, support_fields
+from pipelines.generation.trajectory import ENDS_THE_RUN
 from rollout_io.formats.parsing.support import complete_support
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.errors import ConfigError, EngineError, InputError, RolloutError
@@ -162,11 +163,11 @@ class ColocatedVllm(InProcessEngine):
                     self._end(name, EngineError("engine_refused", WHERE, reason))
                 await asyncio.sleep(0)  # callers continue, and may call again before the next step
         except Exception as error:
-            ours = isinstance(error, RolloutError)
-            down = EngineError(ENGINE_DOWN, WHERE, f"{type(error).__name__}: {error}")
+            if not isinstance(error, RolloutError) or error.rule not in ENDS_THE_RUN:
+                error = EngineError(ENGINE_DOWN, WHERE, f"{type(error).__name__}: {error}")
             self._new.clear()
             for name in self._calls:
-                self._end(name, error if ours else down)
+                self._end(name, error)
         finally:
             self._runner = None
 

@@ -21,7 +21,6 @@ from trainer.run.state import generators, restore_generators
 WHERE = "vLLM in this process"
 _ARGUMENTS = "[generate] engine_args"
 _ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "VLLM_NO_USAGE_STATS": "1",
@@ -36,11 +35,19 @@ _OURS = {
     "logprobs_mode": "log-probabilities are those of the sampled distribution",
     "enable_sleep_mode": "vLLM sleeps during updates wherever it can",
 }
-_ROTARY_NOISE = "vllm.model_executor.model_loader.reload.layerwise"
+_RELOADING = "vllm.model_executor.model_loader.reload.layerwise"
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 Request = tuple[str, list[int], dict[str, Any]]
 """Name, prompt, and fields of `SamplingParams`."""
+
+
+def _vllm() -> Any:
+    """Import vLLM, whose environment must be set before."""
+    os.environ |= _ENVIRONMENT | os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    import vllm
+
+    return vllm
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
@@ -50,11 +57,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         ConfigError: `config_key`: vLLM has no such argument, or it is set here.
         ImportError: vLLM is not installed.
     """
-    os.environ |= _ENVIRONMENT | {k: v for k, v in os.environ.items() if k in _ENVIRONMENT}
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import EngineArgs
-
-    names = [field.name for field in dataclasses.fields(EngineArgs)]
+    names = [field.name for field in dataclasses.fields(_vllm().EngineArgs)]
     for name in arguments:
         if name in _OURS:
             raise ConfigError("config_key", _ARGUMENTS, f"`{name}`", hint=_OURS[name])
@@ -90,16 +93,14 @@ class VllmPart:
         Raises:
             EngineError: `engine_start`: vLLM cannot be started with these arguments.
         """
-        check_arguments({})
-        logging.getLogger(_ROTARY_NOISE).setLevel(logging.ERROR)
-        from vllm import EngineArgs
+        vllm = _vllm()
         from vllm.platforms import current_platform
         from vllm.v1.engine.llm_engine import LLMEngine
 
         several = {"distributed_executor_backend": "external_launcher"} if num_processes > 1 else {}
         self._generators = generators()
         try:
-            given = EngineArgs(
+            given = vllm.EngineArgs(
                 **_USUAL | several | arguments,
                 tensor_parallel_size=num_processes,
                 logprobs_mode="processed_logprobs",
@@ -113,6 +114,8 @@ class VllmPart:
             hint = "change engine_args in [generate]: see vLLM's EngineArgs"
             got = f"vLLM cannot start: {type(error).__name__}: {reason[:500]}"
             raise EngineError("engine_start", str(arguments["model"]), got, hint=hint) from error
+        # For each rotary embedding, which has no weights, it warns that it failed to load weights.
+        logging.getLogger(_RELOADING).setLevel(logging.ERROR)
         model = self._engine.model_config
         self._seed(0)
         return {"context_tokens": model.max_model_len, "vocab_size": model.get_vocab_size()}
@@ -125,9 +128,8 @@ class VllmPart:
         Returns:
             The finished requests, as vLLM's `RequestOutput`; why requests were refused, by name.
         """
-        from vllm import SamplingParams
         from vllm.exceptions import VLLMClientError
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         self._check(digest)
         self._engine.abort_request(list(aborted))

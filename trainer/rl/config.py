@@ -244,7 +244,10 @@ OWN_KEYS: dict[str, dict[str, str]] = {
     },
     "batch": {"num_epochs": _ITERATIONS, "max_updates": _ITERATIONS},
     "run": {"save_every_updates": "set loop.save_every_iterations"},
-    "evaluate": _MODEL | _OUT | _VERSION | dict.fromkeys(("engine", "urls", "dtype"), _ENGINE),
+    "evaluate": _MODEL
+    | _OUT
+    | _VERSION
+    | dict.fromkeys(("engine", "urls", "dtype", "engine_args"), _ENGINE),
 }
 """Keys that the loop sets itself, by table, with a hint for each."""
 
