@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+
 from pipelines.generation.engines.base import ENGINE_DOWN, Sampled, Sampling
 from pipelines.generation.engines.completion_parsing import checked, engine_answers
 from pipelines.generation.engines.request_fields import sampling_fields, support_fields
@@ -69,9 +71,9 @@ class ColocatedVllm(InProcessEngine):
     ) -> None:
         super().__init__(tokenizer, policy_version)
         check_arguments(arguments)
-        self._arguments = {"model": model, "dtype": dtype, **arguments}
+        self._arguments = {"dtype": dtype, **arguments}
         self._special_tokens = special_tokens
-        self.part, self.together, self.num_processes = VllmPart(), alone, 1
+        self.part, self.together, self.num_processes = VllmPart(model), alone, 1
         self._sizes = {"context_tokens": 0, "vocab_size": 0}
         self._names = map(str, itertools.count())
         self._new: list[Request] = []
@@ -115,7 +117,7 @@ class ColocatedVllm(InProcessEngine):
             got = f"these fields are already set: {', '.join(sorted(clash))}"
             raise ConfigError("sampling", "extra", got)
         output = (await self._answer(prompt, {**usual, **sampling.extra})).outputs[0]
-        ids, tokens = list(output.token_ids), output.logprobs or []
+        ids, tokens, routes = list(output.token_ids), output.logprobs or [], output.routed_experts
         likely = [{i: one.logprob for i, one in token.items()} for token in tokens]
         with engine_answers(WHERE):
             return checked(
@@ -127,7 +129,7 @@ class ColocatedVllm(InProcessEngine):
                 sent=None,
                 text=output.text,
                 policy_version=version,
-                rollout_expert_indices=output.routed_experts,
+                rollout_expert_indices=None if routes is None else routes.astype(np.int16),
                 sampling_support=complete_support(likely, ids) if asked else None,
             )
 

@@ -25,7 +25,7 @@ _ENVIRONMENT = {
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "VLLM_NO_USAGE_STATS": "1",
 }
-_USUAL = {"gpu_memory_utilization": 0.5, "seed": 0}
+_USUAL = {"gpu_memory_utilization": 0.5, "disable_log_stats": True, "use_tqdm_on_load": False}
 """vLLM's default of 0.92 leaves no memory for the trainer."""
 _OURS = {
     "model": "set `model`",
@@ -75,14 +75,15 @@ class VllmPart:
     same arguments, in the same order.
 
     Args:
+        model: Path of the model on this machine.
         weights: Yields the trainer's current weights, named as in model directories.
 
     Attributes:
         digest: Checksum of all responses so far, by which processes notice that they differ.
     """
 
-    def __init__(self, weights: Callable[[], NamedTensors] = tuple) -> None:
-        self.weights = weights
+    def __init__(self, model: str, weights: Callable[[], NamedTensors] = tuple) -> None:
+        self._model, self.weights = model, weights
         self.digest = 0
         self._engine: Any = None
         self._generators: dict[str, Any] = {}
@@ -95,25 +96,23 @@ class VllmPart:
         """
         vllm = _vllm()
         from vllm.platforms import current_platform
-        from vllm.v1.engine.llm_engine import LLMEngine
 
         several = {"distributed_executor_backend": "external_launcher"} if num_processes > 1 else {}
         self._generators = generators()
         try:
             given = vllm.EngineArgs(
-                **_USUAL | several | arguments,
+                model=self._model,
                 tensor_parallel_size=num_processes,
                 logprobs_mode="processed_logprobs",
                 enable_sleep_mode=current_platform.is_sleep_mode_available(),
-                use_tqdm_on_load=False,
-                disable_log_stats=True,
+                **_USUAL | several | arguments,
             )
-            self._engine = LLMEngine.from_engine_args(given)
+            self._engine = vllm.LLMEngine.from_engine_args(given)
         except Exception as error:
             reason = " ".join(str(error).split())
             hint = "change engine_args in [generate]: see vLLM's EngineArgs"
             got = f"vLLM cannot start: {type(error).__name__}: {reason[:500]}"
-            raise EngineError("engine_start", str(arguments["model"]), got, hint=hint) from error
+            raise EngineError("engine_start", self._model, got, hint=hint) from error
         # For each rotary embedding, which has no weights, it warns that it failed to load weights.
         logging.getLogger(_RELOADING).setLevel(logging.ERROR)
         model = self._engine.model_config
@@ -158,7 +157,7 @@ class VllmPart:
         """Take the trainer's weights, to sample with them."""
         sleeps = self._engine.model_config.enable_sleep_mode
         if sleeps:
-            torch.cuda.empty_cache()
+            torch.accelerator.empty_cache()
             self._engine.wake_up(tags=["weights"])
         self._reload(self.weights())
         if sleeps:

@@ -161,11 +161,14 @@ class RlConfig(Sections):
     @property
     def generation(self) -> GenerateConfig:
         """Configuration for sampling rollouts; its `out` is not used."""
-        is_embedded = self.generate.get("engine", "transformers") == "transformers"
-        settings = {"seed": self.run.seed} if is_embedded else {}
+        generate, seed = dict(self.generate), {"seed": self.run.seed}
+        if generate.get("engine", "transformers") == "transformers":
+            generate = seed | generate
+        elif not generate.get("urls"):
+            generate["engine_args"] = seed | generate.get("engine_args", {})
         paths = {"tasks": self.loop.tasks, "model": self.model.path}
         paths["out"] = f"{self.run.out}/{ROLLOUTS}"
-        return _record("generate", GenerateConfig, settings | self.generate | paths)
+        return _record("generate", GenerateConfig, generate | paths)
 
     @property
     def training(self) -> TrainConfig:

@@ -55,7 +55,7 @@ def follow(learning: Learning, orders: Orders) -> dict[str, Any]:
         RolloutError: The main process ends the run with this error; `process_lost`: it has ended.
         KeyboardInterrupt: The main process was interrupted.
     """
-    part = VllmPart(learning.weights)
+    part = VllmPart(learning.training.model.path, learning.weights)
     with _stopped_by_main():
         while True:
             order = orders.next()
