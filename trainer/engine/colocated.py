@@ -21,7 +21,7 @@ from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.errors import ConfigError, EngineError, InputError, RolloutError
 from schemas.metadata import LogprobsMode
 from trainer.engine.in_process import InProcessEngine
-from trainer.engine.vllm_part import WHERE, Request, VllmPart, check_arguments
+from trainer.engine.vllm_part import WHERE, Request, VllmPart
 
 Together = Callable[[str, Mapping[str, Any], Callable[[], Any]], Any]
 """Has the other processes call a method of their `VllmPart`, and does the work of this process."""
@@ -43,7 +43,7 @@ class ColocatedVllm(InProcessEngine):
         model: A Hugging Face model directory.
         tokenizer: Its tokenizer and chat template.
         dtype: Data type of the weights: "float32" or "bfloat16".
-        arguments: Further arguments of vLLM's `EngineArgs`.
+        arguments: Further arguments of vLLM's `EngineArgs`; see `check_arguments`.
         special_tokens: As for `VllmEngine`.
         policy_version: Version of the weights.
 
@@ -51,10 +51,6 @@ class ColocatedVllm(InProcessEngine):
         part: The part of vLLM in this process; set its `weights` before the first `wake`.
         together: Has the other processes follow; set it, and `num_processes`, before entering.
         num_processes: Number of processes.
-
-    Raises:
-        ConfigError: `config_key`: vLLM has no such argument, or it is set here.
-        ImportError: vLLM is not installed.
     """
 
     logprobs_mode: LogprobsMode = "processed"
@@ -70,7 +66,6 @@ class ColocatedVllm(InProcessEngine):
         policy_version: int = 0,
     ) -> None:
         super().__init__(tokenizer, policy_version)
-        check_arguments(arguments)
         self._arguments = {"dtype": dtype, **arguments}
         self._special_tokens = special_tokens
         self.part, self.together, self.num_processes = VllmPart(model), alone, 1

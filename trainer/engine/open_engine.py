@@ -60,7 +60,9 @@ def _colocated(config: GenerateConfig) -> Engine:
     from rollout_io.retokenize.tokenizer import load_tokenizer
     from trainer.config.train_config import default_dtype
     from trainer.engine.colocated import ColocatedVllm
+    from trainer.engine.vllm_part import check_arguments
 
+    check_arguments(config.engine_args)
     return ColocatedVllm(
         config.model,
         load_tokenizer(config.model, config.chat_template, needs_template=False),
