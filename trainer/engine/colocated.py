@@ -7,30 +7,24 @@ import itertools
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
-from pipelines.generation.engines.base import ENGINE_DOWN, Sampled, Sampling
-from pipelines.generation.engines.completion_parsing import checked, engine_answers
+from pipelines.generation.engines.base import ENGINE_DOWN, Sampled, Sampling, to_its_end
+from pipelines.generation.engines.completion_parsing import engine_answers
 from pipelines.generation.engines.request_fields import sampling_fields, support_fields
 from pipelines.generation.trajectory import ENDS_THE_RUN
 from rollout_io.formats.parsing.support import complete_support
+from rollout_io.formats.parsing.tokens import logprob_array
 from rollout_io.retokenize.tokenizer import ChatTokenizer
-from schemas.errors import ConfigError, EngineError, InputError, RolloutError
+from schemas.errors import ConfigError, EngineError, RolloutError
 from schemas.metadata import LogprobsMode
 from trainer.engine.in_process import InProcessEngine
 from trainer.engine.vllm_part import WHERE, Request, VllmPart
 
 Together = Callable[[str, Mapping[str, Any], Callable[[], Any]], Any]
 """Has the other processes call a method of their `VllmPart`, and does the work of this process."""
-
-
-def alone(method: str, arguments: Mapping[str, Any], work: Callable[[], Any]) -> Any:
-    """See `Together`; for a single process."""
-    del method, arguments
-    return work()
 
 
 class ColocatedVllm(InProcessEngine):
@@ -68,7 +62,8 @@ class ColocatedVllm(InProcessEngine):
         super().__init__(tokenizer, policy_version)
         self._arguments = {"dtype": dtype, **arguments}
         self._special_tokens = special_tokens
-        self.part, self.together, self.num_processes = VllmPart(model), alone, 1
+        self.part, self.num_processes = VllmPart(model), 1
+        self.together: Together = lambda _method, _arguments, work: work()
         self._sizes = {"context_tokens": 0, "vocab_size": 0}
         self._names = map(str, itertools.count())
         self._new: list[Request] = []
@@ -112,21 +107,21 @@ class ColocatedVllm(InProcessEngine):
             got = f"these fields are already set: {', '.join(sorted(clash))}"
             raise ConfigError("sampling", "extra", got)
         output = (await self._answer(prompt, {**usual, **sampling.extra})).outputs[0]
-        ids, tokens, routes = list(output.token_ids), output.logprobs or [], output.routed_experts
-        likely = [{i: one.logprob for i, one in token.items()} for token in tokens]
+        ids, routes = list(output.token_ids), output.routed_experts
+        likely = [{i: one.logprob for i, one in token.items()} for token in output.logprobs]
         with engine_answers(WHERE):
-            return checked(
-                prompt,
-                ids,
-                [token[i] for token, i in zip(likely, ids, strict=True)],
-                output.finish_reason,
-                WHERE,
-                sent=None,
-                text=output.text,
-                policy_version=version,
-                rollout_expert_indices=None if routes is None else routes.astype(np.int16),
-                sampling_support=complete_support(likely, ids) if asked else None,
-            )
+            values = [token[i] for token, i in zip(likely, ids, strict=True)]
+            logprobs = logprob_array(values, len(ids), WHERE).tolist()
+        return Sampled(
+            prompt_token_ids=prompt,
+            response_ids=ids,
+            rollout_logprobs=logprobs,
+            stop_reason=output.finish_reason,
+            text=output.text,
+            policy_version=version,
+            rollout_expert_indices=None if routes is None else routes.astype(np.int16),
+            sampling_support=complete_support(likely, ids) if asked else None,
+        )
 
     async def _answer(self, prompt: list[int], fields: dict[str, Any]) -> Any:
         try:
@@ -189,12 +184,13 @@ class ColocatedVllm(InProcessEngine):
         self.policy_version = policy_version
 
     async def load_weights(self, path: str, *, policy_version: int) -> None:
-        """See `Engine.load_weights`; running calls continue with the new weights."""
-        if not any(Path(path).glob("*.safetensors")):
-            got = "not a Hugging Face model directory: it has no *.safetensors"
-            raise InputError("model_directory", path, got)
-        await self._all("load", path=path)
-        self.policy_version = policy_version
+        """Refuse files: `wake` takes the trainer's weights.
+
+        Raises:
+            EngineError: `engine_refused`: always.
+        """
+        got = f"{WHERE} takes the trainer's weights in memory (version {policy_version})"
+        raise EngineError("engine_refused", path, got, "no directory")
 
     async def _all(self, method: str, **arguments: Any) -> Any:
         """Call a method of every process's part, in the thread of this one's."""
@@ -204,9 +200,5 @@ class ColocatedVllm(InProcessEngine):
         )
 
     async def _in_thread(self, work: Callable[[], Any]) -> Any:
-        running = asyncio.get_running_loop().run_in_executor(self._thread, work)
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:  # an order is carried out in all processes, or in none
-            await asyncio.wait([running])
-            raise
+        # To its end: an order is carried out in all processes, or in none.
+        return await to_its_end(asyncio.get_running_loop().run_in_executor(self._thread, work))

@@ -6,15 +6,13 @@ import dataclasses
 import logging
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipelines.generation.engines.output_layers import EMBEDDING, HEAD, lacks_output_layer
 from schemas.errors import ConfigError, EngineError
 from trainer.run.state import generators, restore_generators
 
@@ -159,15 +157,13 @@ class VllmPart:
         if sleeps:
             torch.accelerator.empty_cache()
             self._engine.wake_up(tags=["weights"])
-        self._reload(self.weights())
+        weights = {"weights_iterator": iter(self.weights())}
+        self._engine.collective_rpc("reload_weights", kwargs=weights)
+        self._engine.reset_prefix_cache()  # its keys and values come from the old weights
         if sleeps:
             self._engine.wake_up(tags=["kv_cache"])
         self._generators = generators()
         self._seed(policy_version)
-
-    def load(self, path: str) -> None:
-        """Load the weights in a model directory."""
-        self._reload(_with_output_layer(Path(path)))
 
     def stop(self, num_processes: int) -> None:
         """Free everything that vLLM holds."""
@@ -178,11 +174,6 @@ class VllmPart:
         if num_processes == 1:  # otherwise, the trainer made the group of all processes
             parallel_state.destroy_distributed_environment()
 
-    def _reload(self, weights: NamedTensors) -> None:
-        iterator = {"weights_iterator": iter(weights)}
-        self._engine.collective_rpc("reload_weights", kwargs=iterator)
-        self._engine.reset_prefix_cache()  # its keys and values come from the old weights
-
     def _seed(self, policy_version: int) -> None:
         """Seed the generators that vLLM samples with: equally in all processes."""
         torch.manual_seed((self._engine.model_config.seed << 32) + policy_version)
@@ -191,14 +182,3 @@ class VllmPart:
         if digest != self.digest:
             got = "this process sampled other tokens than the main process"
             raise EngineError("engine_answer", WHERE, got, "the same tokens in all processes")
-
-
-def _with_output_layer(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Read a model directory; see `pipelines.generation.engines.output_layers`."""
-    from trainer.engine.weight_transfer import Checkpoint
-
-    is_tied = lacks_output_layer(path)
-    for name, tensor in Checkpoint(path):
-        yield name, tensor
-        if is_tied and name == EMBEDDING:
-            yield HEAD, tensor

@@ -28,6 +28,7 @@ from accelerate import Accelerator
 
 import rollout_io
 from pipelines.generation.aggregation import USED, environment_metrics
+from pipelines.generation.engines.base import to_its_end
 from pipelines.generation.environments import environment_of
 from pipelines.generation.generator import Generator, open_calls
 from pipelines.generation.run import OpenEngine
@@ -253,12 +254,9 @@ class Driver:
     return_mean: float | None = None
 
     def __post_init__(self) -> None:
-        async def in_all(order: Mapping[str, Any], work: Callable[[], T]) -> T:
-            return await self._in_thread(lambda: self._in_all(order, work))
-
-        self.sync = WeightSync(self.config, self.learning, self.engine, in_all)
-        if self.config.generation.is_colocated:
-            self.sync.share_devices(self._in_all)
+        self.sync = WeightSync(
+            self.config, self.learning, self.engine, self._in_all, self._in_thread
+        )
 
     async def run(self) -> None:
         """Run all remaining iterations."""
@@ -384,12 +382,8 @@ class Driver:
         When the loop is cancelled, the work is completed, so that its result can be saved.
         """
         in_context = copy_context().run  # so that -q applies in the thread as well
-        future = asyncio.get_running_loop().run_in_executor(self.thread, in_context, work)
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            await asyncio.wait([future])
-            raise
+        events = asyncio.get_running_loop()
+        return await to_its_end(events.run_in_executor(self.thread, in_context, work))
 
     def result(self) -> RlResult:
         """Summarise the run."""

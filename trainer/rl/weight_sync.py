@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
+from trainer.engine.colocated import ColocatedVllm
 from trainer.rl.config import RlConfig
 from trainer.rl.follow import ENGINE, WEIGHTS
 from trainer.rl.updates import Learning
@@ -20,8 +21,9 @@ _WHOLE_MODELS = (
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
 )
 
-InAll = Callable[[Mapping[str, Any], Callable[[], Any]], Awaitable[Any]]
-"""Gives an order to the other processes, and carries it out in this one, in the trainer's thread."""
+InAll = Callable[[Mapping[str, Any], Callable[[], Any]], Any]
+"""Gives an order to the other processes, and carries it out in this one; blocks."""
+InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
 class WeightSync:
@@ -32,28 +34,31 @@ class WeightSync:
         learning: Has the policy.
         engine: The engine.
         in_all: See `InAll`.
+        in_thread: Runs blocking work in the trainer's thread.
 
     Attributes:
         duration_s: Duration of the last handover, in seconds.
     """
 
     def __init__(
-        self, config: RlConfig, learning: Learning, engine: WeightSwapEngine, in_all: InAll
+        self,
+        config: RlConfig,
+        learning: Learning,
+        engine: WeightSwapEngine,
+        in_all: InAll,
+        in_thread: InThread,
     ) -> None:
-        self._config, self._learning, self._engine, self._in_all = config, learning, engine, in_all
-        self._as_adapter = False
-        self._colocated: Any = None
-        self.duration_s = 0.0
-
-    def share_devices(self, in_all: Callable[[Mapping[str, Any], Callable[[], Any]], Any]) -> None:
-        """Let a `ColocatedVllm` run in all processes; `in_all` gives an order, and blocks."""
-        engine: Any = self._engine.engine
-        engine.part.weights = self._learning.weights
-        engine.num_processes = self._learning.accelerator.num_processes
-        engine.together = lambda method, arguments, work: in_all(
-            {"do": ENGINE, "method": method, "arguments": arguments}, work
-        )
-        self._colocated = engine
+        self._config, self._learning, self._engine = config, learning, engine
+        self._in_all, self._in_thread = in_all, in_thread
+        self._as_adapter, self.duration_s = False, 0.0
+        inner = engine.engine
+        self._colocated = inner if isinstance(inner, ColocatedVllm) else None
+        if self._colocated is not None:
+            self._colocated.part.weights = learning.weights
+            self._colocated.num_processes = learning.accelerator.num_processes
+            self._colocated.together = lambda method, arguments, work: in_all(
+                {"do": ENGINE, "method": method, "arguments": arguments}, work
+            )
 
     async def begin(self) -> None:
         """Give the run's weights to an engine that may have others.
@@ -93,6 +98,7 @@ class WeightSync:
             keep = max(self._config.loop.keep_weights, 3 if self._as_adapter else 1)
             how: Any = {"keep": keep, "as_adapter": self._as_adapter}
             write = functools.partial(learning.write_weights, **how)
-            path = await self._in_all({"do": WEIGHTS} | how, write)
+            order = {"do": WEIGHTS} | how
+            path = await self._in_thread(lambda: self._in_all(order, write))
             await self._engine.load_weights(str(path), policy_version=learning.iteration)
         self.duration_s = time.perf_counter() - begun

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from pipelines.generation.engines.base import Sampled
+from rollout_io.formats.base import Step
 from rollout_io.formats.parsing.bodies import Request, Response
 from rollout_io.formats.parsing.completions import read_choices
 from rollout_io.formats.parsing.jsonl import decode_line
@@ -40,35 +41,12 @@ def read_sampled(
         if any(choice.finish_reason == _ABORTED for choice in response.choices):
             return None
         steps = read_choices(response, Request(), where)
-        if len(steps) != 1:
-            raise EngineError("engine_answer", where, f"{len(steps)} choices", "1")
-        (step,) = steps
-        sampled = checked(
-            _ids(step.prompt_token_ids, "prompt", where),
-            _ids(step.response_ids, "response", where),
-            None if step.rollout_logprobs is None else step.rollout_logprobs.tolist(),
-            step.stop_reason,
-            where,
-            text=step.response_text or "",
-            policy_version=policy_version,
-            message=_message(body),
-            rollout_expert_indices=step.rollout_expert_indices,
-            sent=sent,
-        )
-        lists = (sampled.prompt_token_ids, sampled.response_ids)
-        for what, ids, number in zip(("prompt", "response"), lists, step.num_counted, strict=True):
-            if number not in {None, len(ids)}:
-                raise usage_differs(what, len(ids), number or 0, where)
-        return sampled
+        return _sampled(steps, body, where, policy_version, sent)
 
 
 @contextmanager
 def engine_answers(where: str) -> Iterator[None]:
-    """Raise any error about the engine's data as `engine_answer`.
-
-    Raises:
-        EngineError: `engine_answer`: data is missing or inconsistent.
-    """
+    """Raise any error about the engine's data as `engine_answer`."""
     try:
         yield
     except RolloutError as error:
@@ -82,44 +60,37 @@ def engine_answers(where: str) -> Iterator[None]:
         ) from None
 
 
-def checked(
-    prompt: list[int],
-    response: list[int],
-    logprobs: list[float] | None,
-    stop_reason: str | None,
-    where: str,
-    *,
-    sent: Sequence[int] | None,
-    **others: Any,
+def _sampled(
+    steps: Sequence[Step], body: bytes, where: str, policy_version: int, sent: Sequence[int] | None
 ) -> Sampled:
-    """Build a response from an engine's ids and log-probabilities, after checking them.
-
-    Args:
-        prompt: Ids of the prompt, as the engine reports them.
-        response: Sampled ids.
-        logprobs: Log-probability of each sampled id, nats.
-        stop_reason: Why the response ended.
-        where: Location of the call, shown in error messages.
-        sent: Ids of the prompt that were sent, if any.
-        others: Further fields of `Sampled`.
-
-    Raises:
-        RolloutError: Data is missing or inconsistent; see `engine_answers`.
-    """
+    if len(steps) != 1:
+        raise EngineError("engine_answer", where, f"{len(steps)} choices", "1")
+    step = steps[0]
+    prompt = _ids(step.prompt_token_ids, "prompt", where)
+    response = _ids(step.response_ids, "response", where)
     if sent is not None and prompt != list(sent):
         got = f"the engine's {len(prompt)} prompt ids differ from the {len(sent)} that were sent"
         raise EngineError("engine_answer", where, got)
-    if logprobs is None:
+    for what, ids, number in zip(
+        ("prompt", "response"), (prompt, response), step.num_counted, strict=True
+    ):
+        if number not in {None, len(ids)}:
+            raise usage_differs(what, len(ids), number or 0, where)
+    if step.rollout_logprobs is None:
         got, hint = "the response has no log-probabilities", "use a server that supports `logprobs`"
         raise EngineError("engine_answer", where, got, hint=hint)
-    if stop_reason is None:
+    if step.stop_reason is None:
         raise EngineError("engine_answer", where, "the response has no finish_reason")
+    logprobs = logprob_array(step.rollout_logprobs.tolist(), len(response), where)
     return Sampled(
         prompt_token_ids=prompt,
         response_ids=response,
-        rollout_logprobs=logprob_array(logprobs, len(response), where).tolist(),
-        stop_reason=stop_reason,
-        **others,
+        rollout_logprobs=logprobs.tolist(),
+        stop_reason=step.stop_reason,
+        text=step.response_text or "",
+        policy_version=policy_version,
+        message=_message(body),
+        rollout_expert_indices=step.rollout_expert_indices,
     )
 
 

@@ -7,14 +7,20 @@ import dataclasses
 import hashlib
 import logging
 import re
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
 import msgspec
 
-from pipelines.generation.engines.base import ENGINE_DOWN, Sampled, Sampling, is_adapter
+from pipelines.generation.engines.base import (
+    ENGINE_DOWN,
+    Sampled,
+    Sampling,
+    is_adapter,
+    to_its_end,
+)
 from pipelines.generation.engines.completion_parsing import read_sampled
 from pipelines.generation.engines.http_pool import Body, Limits, ServerError, Servers
 from pipelines.generation.engines.output_layers import OutputLayers, lacks_output_layer
@@ -222,7 +228,7 @@ class VllmEngine:
 
         async def change(url: str) -> None:
             if self._transfers.takes(url):
-                await _to_its_end(self._transfer(url, weights, policy_version))
+                await to_its_end(self._transfer(url, weights, policy_version))
             else:
                 await self._send(url, requests)
 
@@ -365,16 +371,6 @@ class VllmEngine:
             expected = "log-probabilities"
             raise EngineError("engine_answer", _COMPLETIONS, f"{found}", expected, hint)
         return max(found)
-
-
-async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Await work to completion even if cancelled, then raise the cancellation."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await task
-        raise
 
 
 def _digest(path: str) -> str:
