@@ -10,7 +10,8 @@ PYTHON312 ?= $(shell for p in python3.12 python3.13 "$$HOME"/.pyenv/versions/3.1
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
-COLOCATED := tests/vllm/test_colocated.py tests/vllm/test_colocated_rl.py
+# Tests in whose process vLLM runs.
+IN_VLLM := tests/vllm/test_colocated.py tests/vllm/test_colocated_rl.py tests/vllm/test_machines_rl.py
 CLIENTS := .venv-clients
 SKYRL := .venv-skyrl
 SKYRL_NEW := .venv-skyrl-0.4
@@ -70,11 +71,11 @@ test-nightly: $(READY) $(PAGE)/node_modules/.ready $(CHROMIUM) $(MODEL)/model.sa
 	$(PYTEST) -m "not nightly and not vllm and not gpu and not browser" --hypothesis-profile=new_examples
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "nightly and not vllm and not gpu"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "nightly and vllm"
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m "nightly and vllm" $(COLOCATED)
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m "nightly and vllm" $(IN_VLLM)
 
 test-vllm: $(READY) $(MODEL)/model.safetensors $(VLLM)/.ready $(CLIENTS)/.ready  ## Run the tests that need a real vLLM, as a server or in the trainer
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "vllm and not nightly" tests/vllm
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m "vllm and not nightly" $(COLOCATED)
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m "vllm and not nightly" $(IN_VLLM)
 
 test-gpu: $(READY) $(MODEL)/model.safetensors  ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu tests/gpu
