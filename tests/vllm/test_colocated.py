@@ -1,9 +1,12 @@
 """vLLM in the trainer's process; runs in the environment of vLLM, which has our package too."""
 
 import asyncio
+import random
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 pytest.importorskip("vllm")
 
@@ -13,6 +16,7 @@ from schemas.errors import RolloutError
 from tests.vllm.test_generation import differences
 from trainer.engine.embedded import TransformersEngine
 from trainer.engine.open_engine import open_engine
+from trainer.models.lora import checkpoint_weights
 
 # vLLM's own modules warn of what torch will drop.
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
@@ -91,6 +95,31 @@ def test_the_sets_of_truncated_sampling_are_recorded(engine):
     assert sample_all(engine, Sampling(max_tokens=2))[0].sampling_support is None
 
 
+def test_weights_change_between_sleep_and_wake_and_no_random_numbers_do(engine, small_smollm2):
+    model = AutoModelForCausalLM.from_pretrained(small_smollm2, dtype=torch.float32)
+    old = [t.clone() for t in model.parameters()]
+    engine.part.weights = lambda: checkpoint_weights(model)
+    for parameter in model.parameters():
+        parameter.data *= 1.1
+    expected = random.Random(1)
+    asyncio.run(engine.sleep())
+    random.seed(1)
+    before = torch.get_rng_state()
+    for version, weights in ((1, None), (0, old)):
+        if weights is not None:
+            for parameter, value in zip(model.parameters(), weights, strict=True):
+                parameter.data = value
+        asyncio.run(engine.wake(version))
+        assert random.random() == expected.random()
+        sampled = sample_all(engine, Sampling(max_tokens=20))
+        assert {one.policy_version for one in sampled} == {version}
+        is_old = np.abs(differences(rows_from(sampled), small_smollm2)).max() < 1e-3
+        assert is_old == (version == 0)
+        asyncio.run(engine.sleep())
+        assert torch.equal(torch.get_rng_state(), before)
+    asyncio.run(engine.wake(0))
+
+
 def test_a_cancelled_call_is_aborted_and_the_others_go_on(engine):
     async def use():
         endless = Sampling(max_tokens=500, extra={"ignore_eos": True})
@@ -137,6 +166,7 @@ def test_what_cannot_be_sampled_is_refused_and_the_engine_goes_on(
     [
         ({"max_modle_len": 5}, "config_key", "did you mean `max_model_len`?"),
         ({"tensor_parallel_size": 2}, "config_key", "--num-processes"),
+        ({"data_parallel_size": 2}, "config_key", "share each layer"),
     ],
 )
 def test_an_argument_that_vllm_lacks_or_that_is_ours_is_refused(

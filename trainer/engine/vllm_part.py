@@ -7,6 +7,7 @@ import logging
 import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from difflib import get_close_matches
 from typing import Any
 
@@ -29,6 +30,8 @@ _OURS = {
     "model": "set `model`",
     "dtype": "set `dtype`",
     "tensor_parallel_size": "it is the number of processes: pass --num-processes",
+    "pipeline_parallel_size": "all processes share each layer",
+    "data_parallel_size": "all processes share each layer",
     "distributed_executor_backend": "the number of processes determines it",
     "logprobs_mode": "log-probabilities are those of the sampled distribution",
     "enable_sleep_mode": "vLLM sleeps during updates wherever it can",
@@ -84,7 +87,7 @@ class VllmPart:
         self._model, self.weights = model, weights
         self.digest = 0
         self._engine: Any = None
-        self._generators: dict[str, Any] = {}
+        self._forked = ExitStack()
 
     def start(self, arguments: dict[str, Any], num_processes: int) -> dict[str, int]:
         """Start vLLM, and return the size of its context and of its vocabulary.
@@ -96,7 +99,7 @@ class VllmPart:
         from vllm.platforms import current_platform
 
         several = {"distributed_executor_backend": "external_launcher"} if num_processes > 1 else {}
-        self._generators = generators()
+        before = generators()
         try:
             given = vllm.EngineArgs(
                 model=self._model,
@@ -113,8 +116,9 @@ class VllmPart:
             raise EngineError("engine_start", self._model, got, hint=hint) from error
         # For each rotary embedding, which has no weights, it warns that it failed to load weights.
         logging.getLogger(_RELOADING).setLevel(logging.ERROR)
-        model = self._engine.model_config
+        restore_generators(before)
         self._seed(0)
+        model = self._engine.model_config
         return {"context_tokens": model.max_model_len, "vocab_size": model.get_vocab_size()}
 
     def step(
@@ -145,11 +149,11 @@ class VllmPart:
         return finished, refused
 
     def sleep(self, digest: int) -> None:
-        """Free the devices' memory, and restore the trainer's random number generators."""
+        """Free the devices' memory, and restore torch's random number generators."""
         self._check(digest)
         if self._engine.model_config.enable_sleep_mode:
             self._engine.sleep(level=1)
-        restore_generators(self._generators)
+        self._forked.close()
 
     def wake(self, policy_version: int) -> None:
         """Take the trainer's weights, to sample with them."""
@@ -162,7 +166,6 @@ class VllmPart:
         self._engine.reset_prefix_cache()  # its keys and values come from the old weights
         if sleeps:
             self._engine.wake_up(tags=["kv_cache"])
-        self._generators = generators()
         self._seed(policy_version)
 
     def stop(self, num_processes: int) -> None:
@@ -175,7 +178,9 @@ class VllmPart:
             parallel_state.destroy_distributed_environment()
 
     def _seed(self, policy_version: int) -> None:
-        """Seed the generators that vLLM samples with: equally in all processes."""
+        """Seed torch's generators, with which vLLM samples: equally in all processes."""
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        self._forked.enter_context(torch.random.fork_rng(devices))
         torch.manual_seed((self._engine.model_config.seed << 32) + policy_version)
 
     def _check(self, digest: int) -> None:
