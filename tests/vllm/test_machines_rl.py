@@ -62,18 +62,21 @@ def test_trainers_engine_and_harness_on_machines_of_their_own_with_weights_by_tr
     out = lab.private / "run"
     words = ["rl", str(tmp_path / "empty.toml"), f"--out={out}"]
     words += [f"--set={name}={value}" for name, value in settings.items()]
-    started = [
-        lab.start(rank, *words, module="tests.helpers.gloo_for_nccl", REMOTE_HARNESS=HARNESS)
-        for rank in (0, 1)
-    ]
-    for process in started:
-        assert process.wait(600) == 0, process.output() + engine.output()[-3000:]
+    for arguments in (words, ["rl", f"--resume={out}", "--set=loop.num_iterations=3"]):
+        started = [
+            lab.start(
+                rank, *arguments, module="tests.helpers.gloo_for_nccl", REMOTE_HARNESS=HARNESS
+            )
+            for rank in (0, 1)
+        ]
+        for process in started:
+            assert process.wait(600) == 0, process.output() + engine.output()[-3000:]
     assert "by transfer (nccl) to 1 server" in started[0].output()
     run = lab.machines[0].path(out)
     rows = rows_of(run)
-    assert rows["policy_version"].to_list() == [0] * 8 + [1] * 8
+    assert rows["policy_version"].to_list() == [0] * 8 + [1] * 8 + [2] * 8
     metrics = [(one["key"], one["value"]) for row in rows["metrics"].to_list() for one in row]
     assert set(metrics) == {("played_on", 3.0)}
     check_the_engine_spoke_for_the_policy(run, small_smollm2)
-    assert [line["num_mismatched_rows"] for line in updates_of(run)] == [0, 0]
+    assert [line["num_mismatched_rows"] for line in updates_of(run)] == [0] * 3
     assert lab.files(1, "run") == []
