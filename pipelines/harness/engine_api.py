@@ -22,7 +22,8 @@ from starlette.types import Receive, Scope, Send
 from pipelines.generation.config import GenerateConfig
 from pipelines.generation.engines.base import ENGINE_DOWN, Engine, Sampled, Sampling
 from pipelines.generation.engines.http_pool import BROKEN, Limits
-from pipelines.generation.engines.vllm import Model, VllmEngine, sampling_fields
+from pipelines.generation.engines.request_fields import sampling_fields
+from pipelines.generation.engines.vllm import Model, VllmEngine
 from pipelines.generation.trajectory import ENDS_THE_RUN
 from pipelines.http_app import (
     JSON,
@@ -390,7 +391,7 @@ def usual_fields(
         fields["chat_template_kwargs"] = config.chat_template_kwargs
     if seed is not None:
         fields["seed"] = seed
-    if config.engine == "vllm":
+    if config.urls:
         fields["cache_salt"] = f"policy_version={policy_version}"
     return fields
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
-from pipelines.generation.engines.sampling_support import support_fields
+from pipelines.generation.engines.request_fields import support_fields
 from pipelines.record.bounds import check_request, num_prompts
 from pipelines.record.dialects.anthropic import MessagesCall, MessagesShape
 from pipelines.record.dialects.base import DialectCall, PlainMessage

@@ -70,3 +70,12 @@ def as_plugin(folder):
     (found / "entry_points.txt").write_text(ENTRY_POINTS)
     (folder / "gloo_for_nccl.py").write_text(Path(__file__).read_text())
     return str(folder)
+
+
+if __name__ == "__main__":  # rollouts, in a process that sends weights
+    import sys
+
+    from rollout_io.cli.main import run
+
+    install()
+    sys.exit(run(sys.argv[1:]))

@@ -41,6 +41,7 @@ from tests.helpers.trainer_helpers import (
 from trainer import rl
 from trainer.distributed.launch import make_accelerator
 from trainer.distributed.sharding import whole
+from trainer.models.lora import add_adapter, checkpoint_weights
 from trainer.training import train
 
 
@@ -116,6 +117,23 @@ def gradient(job: dict[str, Any]) -> None:
         save_file(kept | {"norm": torch.tensor(metrics["grad_norm"])}, job["file"])
 
 
+def weights(job: dict[str, Any]) -> None:
+    """Save what each process gives to an engine, before and after its parameters are sharded."""
+    accelerator = make_accelerator(train_config(out="o"))
+    policy, folder = tiny_policy(), Path(job["weights"])
+    add_adapter(policy, train_config(lora_rank=4).model)
+    torch.manual_seed(0)
+    for name, parameter in policy.model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    for name in ("whole", str(accelerator.process_index)):
+        given = {n: t.clone().contiguous() for n, t in checkpoint_weights(policy.model)}
+        if name != "whole" or accelerator.is_main_process:
+            save_file(given, folder / f"{name}.safetensors")
+        if name == "whole":
+            shard(None, policy, torch.optim.SGD(policy.parameters()))
+
+
 class AdapterEngine(trainer.engine.embedded.TransformersEngine):
     """Loads adapters as vLLM does: onto the model that it has at the start."""
 
@@ -143,6 +161,8 @@ def work(job: dict[str, Any]) -> None:
         sys.exit(run_command(job["command"]))
     if "file" in job:
         return gradient(job)
+    if "weights" in job:
+        return weights(job)
     if "rl" in job:
         engine = AdapterEngine.open if job.get("takes_adapters") else None
         config, resume = from_saved(rl.RlConfig, job["rl"]), job.get("resume", False)

@@ -14,10 +14,14 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
+def gathered(tensor: Tensor) -> Tensor:
+    """Gather the shards of a tensor. All processes must call this together."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def whole(tensor: Tensor) -> Tensor:
     """Copy a tensor to the CPU, gathering its shards. All processes must call this together."""
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+    return gathered(tensor.detach()).cpu()
 
 
 def whole_weights(model: nn.Module, *, keep: bool) -> dict[str, Tensor] | None:

@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import json
 import random
-import re
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from pipelines.generation.engines.base import (
-    CONTEXT_LENGTH,
-    Sampled,
-    Sampling,
-    contains_any,
-)
-from rollout_io.retokenize.messages import normalize
+from pipelines.generation.engines.base import Sampled, Sampling, contains_any
 from rollout_io.retokenize.tokenizer import ChatTokenizer, load_tokenizer
 from schemas.errors import EngineError, InputError
 from schemas.metadata import LogprobsMode
 from trainer.engine.batching import Request, continue_batch
+from trainer.engine.in_process import InProcessEngine
 from trainer.models.policy import load_policy
 
 _GATHERING_S = 0.005
 
-_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
-
-class TransformersEngine:
+class TransformersEngine(InProcessEngine):
     """An `Engine` that samples from a Transformers model in this process.
 
     It reports the exact log-probabilities of the distribution that it samples from.
@@ -59,9 +48,8 @@ class TransformersEngine:
         max_batch_size: int = 32,
         seed: int = 0,
     ) -> None:
+        super().__init__(tokenizer, policy_version)
         self.model = model
-        self.tokenizer = tokenizer
-        self.policy_version = policy_version
         self.max_batch_size = max_batch_size
         self._seeds = random.Random(seed)
         self._ends = _end_ids(model, tokenizer)
@@ -120,36 +108,6 @@ class TransformersEngine:
             self._runner = asyncio.create_task(self._run())
         return await future
 
-    async def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        sampling: Sampling,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        session: str | None = None,
-    ) -> Sampled:
-        """See `Engine.chat`; messages are normalised for the template as in vLLM.
-
-        Tool calls are parsed in the Hermes format.
-        """
-        arguments = {**self.tokenizer.template_kwargs, **(chat_template_kwargs or {})}
-        tokenizer = dataclasses.replace(self.tokenizer, template_kwargs=arguments)
-        plain = [normalize(message, f"message {i}") for i, message in enumerate(messages)]
-        text = tokenizer.render(plain, tools, generation_prompt=True)
-        (ids,) = self.tokenizer.encode([text], ["messages"])
-        sampled = await self.sample(ids, sampling, session=session)
-        message: dict[str, Any] = {"role": "assistant", "content": sampled.text}
-        if tools:
-            message = assistant_message(sampled.text)
-        called = "tool_calls" in message and sampled.stop_reason == "stop"
-        reason = "tool_calls" if called else sampled.stop_reason
-        return dataclasses.replace(sampled, message=message, stop_reason=reason)
-
-    async def takes_adapters(self) -> bool:
-        """Return False: `load_weights` reads a complete model, usually from the page cache."""
-        return False
-
     async def load_weights(self, path: str, *, policy_version: int) -> None:
         """See `Engine.load_weights`; a running batch finishes with the old weights."""
         async with self._weights:
@@ -174,15 +132,16 @@ class TransformersEngine:
     def _request(
         self, prompt: list[int], sampling: Sampling
     ) -> tuple[Request, asyncio.Future[Sampled]]:
-        context, vocab_size = self.context_tokens, len(self.model.get_input_embeddings().weight)
-        _check(prompt, sampling, vocab_size, context)
-        room = sampling.max_tokens if context is None else context - len(prompt)
+        if sampling.extra:
+            finding = f"the embedded engine does not support {', '.join(map(repr, sampling.extra))}"
+            raise EngineError("engine_refused", "extra sampling fields", finding)
+        vocab_size = len(self.model.get_input_embeddings().weight)
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
         future: asyncio.Future[Sampled] = asyncio.get_running_loop().create_future()
         request = Request(
             prompt=prompt,
             sampling=sampling,
-            max_tokens=min(sampling.max_tokens, room),
+            max_tokens=self.max_tokens(prompt, sampling, vocab_size),
             generator=torch.Generator().manual_seed(seed),
             is_wanted=lambda: not future.done(),
         )
@@ -260,57 +219,7 @@ def _end_ids(model: Any, tokenizer: ChatTokenizer) -> set[int]:
     return ends if end_of_text is None else ends | {end_of_text}
 
 
-def _check(prompt: Sequence[int], sampling: Sampling, vocab_size: int, context: int | None) -> None:
-    rule = "engine_refused"
-    if sampling.extra:
-        finding = f"the embedded engine does not support {', '.join(map(repr, sampling.extra))}"
-        raise EngineError(rule, "extra sampling fields", finding)
-    if not prompt:
-        raise EngineError(rule, "prompt", "0 tokens", "at least 1")
-    bad = next((i for i in prompt if not 0 <= i < vocab_size), None)
-    if bad is not None:
-        expected = f"ids from 0 to {vocab_size - 1}"
-        raise EngineError(rule, "prompt", f"token id {bad}", expected)
-    if context is not None and len(prompt) >= context:
-        expected = f"fewer than {context}, the model's context"
-        raise EngineError(CONTEXT_LENGTH, "prompt", f"{len(prompt)} tokens", expected)
-
-
 def _cut(text: str, stop: Sequence[str]) -> str:
     """Cut text after the first stop string, which is kept."""
     ends = [text.find(s) + len(s) for s in stop if s in text]
     return text[: min(ends)] if ends else text
-
-
-def assistant_message(text: str) -> dict[str, Any]:
-    r"""Parse a response's text into an OpenAI-style assistant message.
-
-    Text before the first tool call becomes the content (null if empty). If any call is not a JSON
-    object with a name and an object of arguments, the entire text becomes the content.
-
-    Example:
-        >>> text = 'Let me see. <tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
-        >>> message = assistant_message(text)
-        >>> message["content"], message["tool_calls"][0]["function"]
-        ('Let me see.', {'name': 'add', 'arguments': '{"a": 2}'})
-    """
-    message: dict[str, Any] = {"role": "assistant", "content": text}
-    calls = [_function(written) for written in _CALL.findall(text)]
-    if calls and all(call is not None for call in calls):
-        message["content"] = text.partition("<tool_call>")[0].strip() or None
-        message["tool_calls"] = [
-            {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": call}
-            for call in calls
-        ]
-    return message
-
-
-def _function(text: str) -> dict[str, str] | None:
-    try:
-        call = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    arguments = call.get("arguments", {})
-    if not isinstance(call.get("name"), str) or not isinstance(arguments, dict):
-        return None
-    return {"name": call["name"], "arguments": json.dumps(arguments)}

@@ -18,9 +18,14 @@ def open_engine(config: GenerateConfig) -> Engine:
         RolloutError: The engine cannot be created.
         MissingExtra: A package that the engine needs is not installed.
     """
-    extra = "train" if config.engine == "transformers" else "generate"
+    if config.urls:
+        extra, opened = "generate", _served
+    elif config.is_colocated:
+        extra, opened = "vllm", _colocated
+    else:
+        extra, opened = "train", _embedded
     with requires_extra(extra, f"engine {config.engine}"):
-        return _embedded(config) if config.engine == "transformers" else _served(config)
+        return opened(config)
 
 
 def _served(config: GenerateConfig) -> Engine:
@@ -49,6 +54,23 @@ def _inner_special_tokens(model: str) -> frozenset[str]:
         named = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
         ends |= set(named) if isinstance(named, list) else {named}
     return frozenset(text for i, text in tokenizer.special_tokens.items() if i not in ends)
+
+
+def _colocated(config: GenerateConfig) -> Engine:
+    from rollout_io.retokenize.tokenizer import load_tokenizer
+    from trainer.config.train_config import default_dtype
+    from trainer.engine.colocated import ColocatedVllm
+    from trainer.engine.vllm_part import check_arguments
+
+    check_arguments(config.engine_args)
+    return ColocatedVllm(
+        config.model,
+        load_tokenizer(config.model, config.chat_template, needs_template=False),
+        dtype=config.dtype or default_dtype(),
+        arguments=config.engine_args,
+        special_tokens=_inner_special_tokens(config.model),
+        policy_version=config.policy_version,
+    )
 
 
 def _embedded(config: GenerateConfig) -> Engine:

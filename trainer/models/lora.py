@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +13,19 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from schemas.errors import ConfigError, InputError, count
 from schemas.extras import requires_extra
 from trainer.batches.forest import Forest
 from trainer.config.sections import ModelConfig
+from trainer.distributed.sharding import gathered
 from trainer.models.policy import Policy, has_shapes_only
 from trainer.models.self_check import check_policy
 
 NAME = "default"
+_LAYER = re.compile(r"(\.\d+\.)")
+"""Number of a layer in the name of a weight."""
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
@@ -162,7 +168,7 @@ def save_model(model: PreTrainedModel, path: Path, state: Mapping[str, Tensor]) 
         return
     settings: Any = model.peft_config[NAME]
     scaling = settings.lora_alpha / settings.r
-    _save_whole(model, path, merged_weights(state, scaling))
+    _save_whole(model, path, dict(merged_weights(state, scaling)))
     save_adapter(model, path / "adapter", state)
 
 
@@ -184,8 +190,10 @@ def save_adapter(model: PreTrainedModel, path: Path, state: Mapping[str, Tensor]
     (path / CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
-def merged_weights(state: Mapping[str, Tensor], scaling: float) -> dict[str, Tensor]:
-    """Merge adapters into the weights that they adapt; the model's outputs stay the same.
+def merged_weights(state: Mapping[str, Tensor], scaling: float) -> Iterator[tuple[str, Tensor]]:
+    """Yield each weight with the adapters merged into it; the model's outputs stay the same.
+
+    Sharded weights are gathered one by one: all processes must iterate together.
 
     Example:
         >>> import torch
@@ -195,23 +203,34 @@ def merged_weights(state: Mapping[str, Tensor], scaling: float) -> dict[str, Ten
         ...     "q.lora_A.default.weight": torch.tensor([[3.0, 4.0]]),
         ...     "q.lora_B.default.weight": torch.tensor([[10.0]]),
         ... }
-        >>> {name: tensor.tolist() for name, tensor in merged_weights(state, 0.5).items()}
+        >>> {name: tensor.tolist() for name, tensor in merged_weights(state, 0.5)}
         {'q.weight': [[16.0, 22.0]], 'q.bias': [5.0]}
     """
-    merged = {}
     for name, tensor in state.items():
         layer, inside, rest = name.partition(".base_layer.")
         if ".lora_" in name:
             continue
         if not inside:
-            merged[name] = tensor
+            yield name, gathered(tensor)
         elif rest == "weight":
-            low, high = (state[f"{layer}.lora_{part}.{NAME}.weight"] for part in "AB")
+            low, high = (gathered(state[f"{layer}.lora_{part}.{NAME}.weight"]) for part in "AB")
             # In place, because allocating memory takes longer than the arithmetic.
-            merged[f"{layer}.weight"] = (high @ low).mul_(scaling).add_(tensor)
+            yield f"{layer}.weight", (high @ low).mul_(scaling).add_(gathered(tensor))
         else:
-            merged[f"{layer}.{rest}"] = tensor
-    return merged
+            yield f"{layer}.{rest}", gathered(tensor)
+
+
+def checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights with the names that `save_model` writes, with merged adapters.
+
+    Sharded weights are gathered, and renamed or split, one layer at a time: all processes must
+    iterate together.
+    """
+    settings = getattr(model, "peft_config", {}).get(NAME)
+    scaling = settings.lora_alpha / settings.r if settings else 1.0
+    merged = merged_weights(model.state_dict(), scaling)
+    for _, layer in groupby(merged, key=lambda named: _LAYER.split(named[0], 1)[:2]):
+        yield from revert_weight_conversion(model, dict(layer)).items()
 
 
 class WithoutAdapter(nn.Module):

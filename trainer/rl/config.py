@@ -142,6 +142,10 @@ class RlConfig(Sections):
             _refuse_own_keys(name, table)
             _refuse_unknown_keys(name, table)
         generation, training, _ = self.generation, self.training, self.evaluations(0)
+        if generation.is_colocated and self.loop.max_staleness:
+            expected = "0, because vLLM in the trainer's processes does not sample during updates"
+            finding, hint = str(self.loop.max_staleness), "use servers: set urls in [generate]"
+            raise ConfigError("config_value", "[loop] max_staleness", finding, expected, hint)
         if generation.group_size == 1 and training.compares_groups:
             estimator = training.advantage.estimator
             expected = f"at least 2, because {estimator} compares the trajectories of a group"
@@ -157,11 +161,14 @@ class RlConfig(Sections):
     @property
     def generation(self) -> GenerateConfig:
         """Configuration for sampling rollouts; its `out` is not used."""
-        is_embedded = self.generate.get("engine", "transformers") == "transformers"
-        settings = {"seed": self.run.seed} if is_embedded else {}
+        generate, seed = dict(self.generate), {"seed": self.run.seed}
+        if generate.get("engine", "transformers") == "transformers":
+            generate = seed | generate
+        elif not generate.get("urls"):
+            generate["engine_args"] = seed | generate.get("engine_args", {})
         paths = {"tasks": self.loop.tasks, "model": self.model.path}
         paths["out"] = f"{self.run.out}/{ROLLOUTS}"
-        return _record("generate", GenerateConfig, settings | self.generate | paths)
+        return _record("generate", GenerateConfig, generate | paths)
 
     @property
     def training(self) -> TrainConfig:
@@ -240,7 +247,10 @@ OWN_KEYS: dict[str, dict[str, str]] = {
     },
     "batch": {"num_epochs": _ITERATIONS, "max_updates": _ITERATIONS},
     "run": {"save_every_updates": "set loop.save_every_iterations"},
-    "evaluate": _MODEL | _OUT | _VERSION | dict.fromkeys(("engine", "urls", "dtype"), _ENGINE),
+    "evaluate": _MODEL
+    | _OUT
+    | _VERSION
+    | dict.fromkeys(("engine", "urls", "dtype", "engine_args"), _ENGINE),
 }
 """Keys that the loop sets itself, by table, with a hint for each."""
 

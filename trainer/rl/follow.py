@@ -16,10 +16,11 @@ from typing import Any
 
 from schemas.errors import RolloutError, decode, encode
 from trainer.distributed.orders import Orders
+from trainer.engine.vllm_part import VllmPart
 from trainer.rl.updates import Learning
 from trainer.run.state import restore_generators
 
-UPDATE, SAVE, WEIGHTS, STOP = "update", "save", "weights", "stop"
+UPDATE, SAVE, WEIGHTS, ENGINE, STOP = "update", "save", "weights", "engine", "stop"
 _LOGGER = getLogger(__name__)
 
 
@@ -54,6 +55,7 @@ def follow(learning: Learning, orders: Orders) -> dict[str, Any]:
         RolloutError: The main process ends the run with this error; `process_lost`: it has ended.
         KeyboardInterrupt: The main process was interrupted.
     """
+    part = VllmPart(learning.training.model.path, learning.weights)
     with _stopped_by_main():
         while True:
             order = orders.next()
@@ -61,7 +63,7 @@ def follow(learning: Learning, orders: Orders) -> dict[str, Any]:
                 return _result_of(order)
             try:
                 with orders.under_way():
-                    _carry_out(learning, order)
+                    _carry_out(learning, part, order)
             except RolloutError as error:
                 if orders.is_between:
                     continue  # the main process has the same error, and decides what to do
@@ -70,10 +72,12 @@ def follow(learning: Learning, orders: Orders) -> dict[str, Any]:
                 raise
 
 
-def _carry_out(learning: Learning, order: Mapping[str, Any]) -> None:
+def _carry_out(learning: Learning, part: VllmPart, order: Mapping[str, Any]) -> None:
     if order["do"] == UPDATE:
         restore_generators(order["generators"])
         learning.update(Path(order["dataset"]), {}, None)
+    elif order["do"] == ENGINE:
+        getattr(part, order["method"])(**order["arguments"])
     elif order["do"] == SAVE:
         learning.save(None)
     else:

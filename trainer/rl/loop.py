@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from accelerate import Accelerator
 
 import rollout_io
 from pipelines.generation.aggregation import USED, environment_metrics
+from pipelines.generation.engines.base import to_its_end
 from pipelines.generation.environments import environment_of
 from pipelines.generation.generator import Generator, open_calls
 from pipelines.generation.run import OpenEngine
@@ -48,7 +48,7 @@ from trainer.models.policy import Policy
 from trainer.rl.collector import Collector
 from trainer.rl.config import ROLLOUTS, RlConfig
 from trainer.rl.evaluation import EvaluationSet, evaluate, notes_of, read_sets
-from trainer.rl.follow import SAVE, UPDATE, WEIGHTS, follow, leading
+from trainer.rl.follow import SAVE, UPDATE, follow, leading
 from trainer.rl.groups import Groups
 from trainer.rl.iteration_metrics import (
     evaluation_line,
@@ -62,6 +62,7 @@ from trainer.rl.sampling_progress import SamplingProgress
 from trainer.rl.task_order import endless_tasks
 from trainer.rl.updates import Learning, check_lengths
 from trainer.rl.weight_swap import WeightSwapEngine
+from trainer.rl.weight_sync import WeightSync
 from trainer.run.checkpoint import checkpoint_facts, checkpoint_path
 from trainer.run.directory import stays_in_place
 from trainer.run.messages import say, say_attention, say_learning_rate, show, warn
@@ -80,12 +81,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Audit = Callable[[Path, int, Policy], dict[str, int]]
-
-_WHOLE_MODELS = (
-    "the servers get whole models, because they do not load adapters; to send only the adapters, "
-    "start vLLM with --enable-lora --max-loras 2 --max-lora-rank RANK and "
-    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -256,9 +251,12 @@ class Driver:
     log: RunLog
     thread: ThreadPoolExecutor
     evaluated: dict[int, float | None]
-    as_adapter: bool = False
-    sync_s: float = 0.0
     return_mean: float | None = None
+
+    def __post_init__(self) -> None:
+        self.sync = WeightSync(
+            self.config, self.learning, self.engine, self._in_all, self._in_thread
+        )
 
     async def run(self) -> None:
         """Run all remaining iterations."""
@@ -279,7 +277,7 @@ class Driver:
                 for remark in check_tokenizers(training, metadata, notes_match=False):
                     show(remark)
                 check_lengths(config, learning.opened.limit, self.engine.context_tokens)
-                await self._begin_engine()
+                await self.sync.begin()
                 async with Collector(generator, self._visits(), groups, config) as collector:
                     while learning.iteration < config.num_iterations:
                         await self._evaluate(calls)
@@ -304,24 +302,25 @@ class Driver:
         subject = f"iteration {iteration + 1} of {self.config.num_iterations}"
         with SamplingProgress(self.log.bar, subject, total) as shown:
             await collector.whole(iteration, shown.show)
-        times = {"wait_seconds": time.perf_counter() - begun, "sync_seconds": self.sync_s}
+        times = {"wait_seconds": time.perf_counter() - begun, "sync_seconds": self.sync.duration_s}
         path = groups.path(iteration)
         dropped = {"num_dropped_groups": collector.num_newly_dropped()}
         environment = await self._environment_metrics(path)
         numbers = rollout_numbers(path, iteration) | environment | dropped | times
         policy = learning.policy
-        if audit := self.audit:
-            numbers |= await self._in_thread(lambda: audit(path, iteration, policy))
-        lines = await self._in_thread(lambda: self._update(path, numbers))
-        every, last = self.config.loop.save_every_iterations, self.config.num_iterations
-        is_due = learning.iteration in {1, last} or (every and learning.iteration % every == 0)
-        if is_due:
-            await self._in_thread(self._save)
-        await self._sync()
+        async with self.sync.devices():
+            if audit := self.audit:
+                numbers |= await self._in_thread(lambda: audit(path, iteration, policy))
+            lines = await self._in_thread(lambda: self._update(path, numbers))
+            every, last = self.config.loop.save_every_iterations, self.config.num_iterations
+            is_due = learning.iteration in {1, last} or (every and learning.iteration % every == 0)
+            if is_due:
+                await self._in_thread(self._save)
+            await self.sync.give()
         self.return_mean = mean_of(lines, "return_mean")
         for text in collector.new_warnings():
             warn(text)
-        say(iteration_line(lines, last, self.sync_s))
+        say(iteration_line(lines, last, self.sync.duration_s))
         self.log.next_iteration()
 
     async def _environment_metrics(self, path: Path) -> dict[str, float]:
@@ -339,32 +338,6 @@ class Driver:
         for text in problems:
             warn(text)
         return metrics
-
-    async def _begin_engine(self) -> None:
-        """Load the run's weights into the engine, from where each update will write them.
-
-        A server may still have another run's weights. One that cannot read the run's directory thus
-        ends the run before anything is sampled.
-        """
-        self.as_adapter = self.learning.has_adapter and await self.engine.takes_adapters()
-        is_served = self.config.generation.engine != "transformers"
-        if is_served and self.learning.has_adapter and not self.as_adapter:
-            say(_WHOLE_MODELS)
-        if is_served and self.as_adapter:
-            await self.engine.load_weights(self.config.model.path, policy_version=0)
-        if is_served or self.learning.iteration:
-            await self._sync()
-
-    async def _sync(self) -> None:
-        begun, learning = time.perf_counter(), self.learning
-        # An engine may read the files of both loaded adapters again until `load_weights`
-        # has replaced the older one.
-        keep = max(self.config.loop.keep_weights, 3 if self.as_adapter else 1)
-        how: Any = {"keep": keep, "as_adapter": self.as_adapter}
-        write = functools.partial(learning.write_weights, **how)
-        path = await self._in_thread(lambda: self._in_all({"do": WEIGHTS} | how, write))
-        await self.engine.load_weights(str(path), policy_version=learning.iteration)
-        self.sync_s = time.perf_counter() - begun
 
     async def _evaluate(self, calls: Calls | Endpoint | None) -> None:
         """Evaluate the current weights, if due."""
@@ -409,12 +382,8 @@ class Driver:
         When the loop is cancelled, the work is completed, so that its result can be saved.
         """
         in_context = copy_context().run  # so that -q applies in the thread as well
-        future = asyncio.get_running_loop().run_in_executor(self.thread, in_context, work)
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            await asyncio.wait([future])
-            raise
+        events = asyncio.get_running_loop()
+        return await to_its_end(events.run_in_executor(self.thread, in_context, work))
 
     def result(self) -> RlResult:
         """Summarise the run."""

@@ -23,7 +23,7 @@ from trainer.distributed.launch import make_accelerator
 from trainer.distributed.processes import agreed
 from trainer.distributed.sending import on_this_machine
 from trainer.distributed.sharding import is_sharded, whole_weights
-from trainer.models.lora import save_adapter
+from trainer.models.lora import checkpoint_weights, save_adapter
 from trainer.models.policy import Policy
 from trainer.reports.memory_estimate import available_bytes, estimate_memory, seconds_per_token
 from trainer.rl.config import RlConfig
@@ -160,6 +160,10 @@ class Learning:
     def has_adapter(self) -> bool:
         """True if the policy trains LoRA adapters."""
         return self.training.model.lora_rank is not None
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the policy's weights, named as in `weights/`; sharded ones are gathered one by one."""
+        return checkpoint_weights(self.policy.model)
 
     def write_weights(self, keep: int, *, as_adapter: bool = False) -> Path:
         """Write the policy to `weights/version_N/`; delete all versions but the `keep` newest.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 
 from pipelines.generation.engines.base import Engine, is_adapter
 from pipelines.generation.engines.wrapper import WrappedEngine
@@ -37,14 +37,17 @@ class WeightSwapEngine(WrappedEngine):
                 await self._changed.wait_for(self._are_all_current)
             await super().load_weights(path, policy_version=policy_version)
             return
-        if not self._waits:
+        async with self.idle() if self._waits else nullcontext():
             await super().load_weights(path, policy_version=policy_version)
-            return
+
+    @asynccontextmanager
+    async def idle(self) -> AsyncIterator[None]:
+        """Wait for running calls; new calls wait until the end of the block."""
         async with self._changed:
             self._is_open = False
             try:
                 await self._changed.wait_for(lambda: self._num_calls.total() == 0)
-                await super().load_weights(path, policy_version=policy_version)
+                yield
             finally:
                 self._is_open = True
                 self._changed.notify_all()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,7 @@ import numpy.typing as npt
 from schemas.errors import ConfigError
 from schemas.metadata import LogprobsMode
 
+T = TypeVar("T")
 ENGINE_DOWN = "engine_down"
 """Rule id of the error raised if an engine does not respond after all retries."""
 
@@ -210,6 +212,16 @@ class Engine(Protocol):
                 weights cannot be loaded.
         """
         ...
+
+
+async def to_its_end(work: Awaitable[T]) -> T:
+    """Await work to completion even if cancelled, then raise the cancellation."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
 
 
 def is_adapter(path: str | Path) -> bool:

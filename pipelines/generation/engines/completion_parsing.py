@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -35,12 +36,19 @@ def read_sampled(
     Raises:
         EngineError: `engine_answer`: data is missing or inconsistent.
     """
-    try:
+    with engine_answers(where):
         response = decode_line(_RESPONSE, body, where)
         if any(choice.finish_reason == _ABORTED for choice in response.choices):
             return None
         steps = read_choices(response, Request(), where)
         return _sampled(steps, body, where, policy_version, sent)
+
+
+@contextmanager
+def engine_answers(where: str) -> Iterator[None]:
+    """Raise any error about the engine's data as `engine_answer`."""
+    try:
+        yield
     except RolloutError as error:
         if error.rule == "engine_answer":
             raise

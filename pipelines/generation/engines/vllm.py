@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import logging
 import re
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -18,13 +18,17 @@ from pipelines.generation.engines.base import (
     ENGINE_DOWN,
     Sampled,
     Sampling,
-    contains_any,
     is_adapter,
+    to_its_end,
 )
 from pipelines.generation.engines.completion_parsing import read_sampled
 from pipelines.generation.engines.http_pool import Body, Limits, ServerError, Servers
 from pipelines.generation.engines.output_layers import OutputLayers, lacks_output_layer
-from pipelines.generation.engines.sampling_support import read_support, support_fields
+from pipelines.generation.engines.request_fields import (
+    read_support,
+    sampling_fields,
+    support_fields,
+)
 from pipelines.generation.engines.weight_transfer import OpenSender, Transfers
 from rollout_io.formats.parsing.jsonl import decode_line
 from schemas.errors import ConfigError, EngineError, InputError, MissingExtra, count
@@ -224,7 +228,7 @@ class VllmEngine:
 
         async def change(url: str) -> None:
             if self._transfers.takes(url):
-                await _to_its_end(self._transfer(url, weights, policy_version))
+                await to_its_end(self._transfer(url, weights, policy_version))
             else:
                 await self._send(url, requests)
 
@@ -367,41 +371,6 @@ class VllmEngine:
             expected = "log-probabilities"
             raise EngineError("engine_answer", _COMPLETIONS, f"{found}", expected, hint)
         return max(found)
-
-
-def sampling_fields(sampling: Sampling, special_tokens: Collection[str] = ()) -> dict[str, Any]:
-    """Return a request's sampling fields, all explicit so that no server defaults apply.
-
-    Args:
-        sampling: Sampling settings.
-        special_tokens: See `VllmEngine`.
-    """
-    fields: dict[str, Any] = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": -1 if sampling.top_k is None else sampling.top_k,
-        "min_p": sampling.min_p,
-        "repetition_penalty": 1.0,
-        "max_tokens": sampling.max_tokens,
-        "return_token_ids": True,
-    }
-    if sampling.stop:
-        fields |= {"stop": list(sampling.stop), "include_stop_str_in_output": True}
-    if contains_any(sampling.stop, special_tokens):
-        fields["skip_special_tokens"] = False
-    if sampling.seed is not None:
-        fields["seed"] = sampling.seed
-    return fields
-
-
-async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Await work to completion even if cancelled, then raise the cancellation."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await task
-        raise
 
 
 def _digest(path: str) -> str:

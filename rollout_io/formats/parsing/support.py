@@ -8,7 +8,7 @@ named `token_id:N` if the request has `return_tokens_as_token_ids`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -75,14 +75,30 @@ def read_support(logprobs: Logprobs | None, response_ids: Sequence[int]) -> list
             tokens = [{e.token: e.logprob for e in found} for found in entries]
         else:
             tokens = [_TABLE.decode(raw) for raw in logprobs.top_logprobs or ()]
-        kept = [{n: p for n, p in token.items() if p > LOGPROB_SENTINEL} for token in tokens]
-        if any(math.fsum(map(math.exp, token.values())) < 1 - _MISSING for token in kept):
-            return None
-        found = [[_id_of(name) for name in token] for token in kept]
+        likely = [{_id_of(name): p for name, p in token.items()} for token in tokens]
+        return complete_support(likely, response_ids)
     except (msgspec.MsgspecError, ValueError, OverflowError):
         return None
-    is_whole = len(found) == len(response_ids) and all(map(list.__contains__, found, response_ids))
-    return found if is_whole else None
+
+
+def complete_support(
+    likely: Sequence[Mapping[int, float]], response_ids: Sequence[int]
+) -> list[list[int]] | None:
+    """Return the kept ids at each token from the log-probabilities of the most likely ones.
+
+    None unless they are complete at every token.
+
+    Example:
+        >>> complete_support([{7: -0.105, 5: -2.303, 6: -math.inf}], [5])
+        [[7, 5]]
+        >>> complete_support([{7: -0.105}], [7]) is None
+        True
+    """
+    kept = [{i: p for i, p in token.items() if p > LOGPROB_SENTINEL} for token in likely]
+    if any(math.fsum(map(math.exp, token.values())) < 1 - _MISSING for token in kept):
+        return None
+    is_whole = len(kept) == len(response_ids) and all(map(dict.__contains__, kept, response_ids))
+    return [list(token) for token in kept] if is_whole else None
 
 
 def _id_of(name: str) -> int:

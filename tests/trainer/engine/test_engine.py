@@ -1,5 +1,6 @@
 import asyncio
 import inspect
+import sys
 import threading
 from dataclasses import replace
 from itertools import pairwise
@@ -12,14 +13,17 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, LlamaForCausalLM
 
 from pipelines.generation import Sampled, Sampling
+from pipelines.generation.config import GenerateConfig
 from rollout_io.retokenize.chat_template import KEEPS_ALL
 from rollout_io.retokenize.tokenizer import load_tokenizer
-from schemas.errors import RolloutError
+from schemas.errors import MissingExtra, RolloutError
 from tests.helpers.architectures import tiny_model
 from tests.helpers.chat_helpers import CONVERSATIONS, prompt_ids
 from tests.helpers.trainer_helpers import VOCAB, plain_logprobs, tiny_llama
 from trainer.engine.batching import Request, continue_batch
-from trainer.engine.embedded import TransformersEngine, assistant_message
+from trainer.engine.embedded import TransformersEngine
+from trainer.engine.in_process import assistant_message
+from trainer.engine.open_engine import open_engine
 from trainer.engine.token_sampling import sample_tokens, sampled_distribution
 
 P = torch.tensor([0.5, 0.3, 0.2])
@@ -34,6 +38,15 @@ def settings_of_a_row():
         top_p=st.sampled_from([1, 0.3, 0.9]),
         min_p=st.sampled_from([0, 0.2]),
     )
+
+
+def test_vllm_in_this_process_needs_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    config = GenerateConfig(tasks="t", model="m", out="o", engine="vllm", environment="gsm8k")
+    with pytest.raises(MissingExtra) as error:
+        open_engine(config)
+    assert error.value.rule == "extra_installed"
+    assert error.value.hint == 'pip install "rollout-io[vllm]"'
 
 
 @pytest.fixture

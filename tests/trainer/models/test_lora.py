@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 import trainer
 from schemas.errors import RolloutError
 from tests.helpers.configs import train_config
+from tests.helpers.routing_helpers import tiny_moe
 from tests.helpers.trainer_helpers import (
     forests_of,
     group_rows,
@@ -31,7 +32,7 @@ from tests.helpers.trainer_helpers import (
 from tests.trainer.models.test_attention import tiny
 from trainer.config.train_config import TrainConfig
 from trainer.loss import policy_logprobs
-from trainer.models.lora import WithoutAdapter, add_adapter, save_model
+from trainer.models.lora import WithoutAdapter, add_adapter, checkpoint_weights, save_model
 from trainer.models.policy import Policy
 
 ROWS = [
@@ -241,6 +242,34 @@ def test_a_mixture_of_experts_has_adapters_in_its_attention_by_default(
     merged = AutoModelForCausalLM.from_pretrained(tmp_path)
     found, wanted = (plain_logprobs(model, ROWS) for model in (merged, policy.model))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def check_named_as_saved(model: Any, path: Path, state: dict[str, torch.Tensor]) -> None:
+    """What an engine gets in memory has the names and values of a saved model, and tied weights too."""
+    save_model(model, path, state)
+    given, saved = dict(checkpoint_weights(model)), load_file(path / "model.safetensors")
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    assert given.keys() == saved.keys() | tied
+    assert all(torch.equal(given[name], tensor) for name, tensor in saved.items())
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
+def test_experts_are_given_to_an_engine_one_by_one_as_they_are_saved(
+    family: str, tmp_path: Path
+) -> None:
+    model = tiny_moe(family)
+    check_named_as_saved(model, tmp_path / "model", model.state_dict())
+    assert any(".experts.0." in name for name, _ in checkpoint_weights(model))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_adapters_are_merged_for_an_engine_as_they_are_saved(tmp_path: Path, *, tied: bool) -> None:
+    policy = tiny_policy(tie_word_embeddings=tied)
+    add_adapter(policy, config_of().model)
+    for name, parameter in policy.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    check_named_as_saved(policy.model, tmp_path / "model", policy.model.state_dict())
 
 
 @pytest.mark.parametrize("targets", [("experts",), ("gate",), ("gate_proj",)])

@@ -135,6 +135,21 @@ def test_tables_and_dotted_overrides_make_one_configuration(tmp_path):
     assert (planned.group_size, planned.stop) == (1, ("a",))
     served = load(tmp_path, TOML, "generate.engine=vllm", "generate.urls=['http://a']")
     assert served.generation.seed is None
+    assert served.generation.engine_args == {}
+
+
+def test_vllm_in_the_trainers_process_has_the_seed_of_the_run_and_samples_between_updates(
+    tmp_path,
+):
+    vllm = ("generate.engine=vllm", "run.seed=7")
+    config = load(tmp_path, TOML, *vllm, "generate.engine_args.max_model_len=99")
+    assert config.generation.engine_args == {"max_model_len": 99, "seed": 7}
+    assert load(tmp_path, TOML, *vllm, "generate.engine_args.seed=3").generation.engine_args == {
+        "seed": 3
+    }
+    with pytest.raises(RolloutError, match="does not sample during updates") as error:
+        load(tmp_path, TOML, *vllm, "loop.max_staleness=1")
+    assert error.value.where == "[loop] max_staleness"
 
 
 SETS = """
@@ -268,6 +283,7 @@ SAVED = {
         }
     },
     "vllm": {"generate": {"engine": "vllm", "urls": ("http://a:1",), "stop": ("</a>",)}},
+    "colocated": {"generate": {"engine": "vllm", "engine_args": {"max_model_len": 99}}},
 }
 
 

@@ -206,6 +206,20 @@ def test_the_gradient_of_sharded_parameters_is_that_of_whole_ones(
     assert norm == pytest.approx(float(expected.norm()), rel=1e-5)
 
 
+def test_sharded_weights_with_adapters_are_given_to_an_engine_as_whole_ones(
+    server: Server, tmp_path: Path
+) -> None:
+    server.start(weights=str(tmp_path))
+    assert server.answer() == [0, 0], server.said()
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert [file.stem for file in files] == ["0", "1", "whole"]
+    first, second, whole = map(load_file, files)
+    assert first.keys() == second.keys() == whole.keys()
+    for name, tensor in whole.items():
+        assert torch.equal(first[name], second[name])
+        torch.testing.assert_close(first[name], tensor)
+
+
 @pytest.mark.slow
 def test_a_run_of_two_processes_that_is_killed_goes_on_with_one_and_with_two(
     server: Server, paths: dict[str, str], alone: Alone, tmp_path: Path

@@ -1,17 +1,42 @@
-"""Ask a vLLM server for the ids that truncated sampling kept at each token, and read them."""
+"""Fields of requests to vLLM: sampling settings, and the ids that truncated sampling keeps."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
 
-from pipelines.generation.engines.base import Sampling
+from pipelines.generation.engines.base import Sampling, contains_any
 from rollout_io.formats.parsing import bodies, support
 from schemas.metadata import LogprobsMode
 
 _ANSWER = msgspec.json.Decoder(bodies.Response)
+
+
+def sampling_fields(sampling: Sampling, special_tokens: Collection[str] = ()) -> dict[str, Any]:
+    """Return a request's sampling fields, all explicit so that no server defaults apply.
+
+    Args:
+        sampling: Sampling settings.
+        special_tokens: See `VllmEngine`.
+    """
+    fields: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": -1 if sampling.top_k is None else sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": 1.0,
+        "max_tokens": sampling.max_tokens,
+        "return_token_ids": True,
+    }
+    if sampling.stop:
+        fields |= {"stop": list(sampling.stop), "include_stop_str_in_output": True}
+    if contains_any(sampling.stop, special_tokens):
+        fields["skip_special_tokens"] = False
+    if sampling.seed is not None:
+        fields["seed"] = sampling.seed
+    return fields
 
 
 def support_fields(
