@@ -2,7 +2,7 @@
 
     CONFIGURATION              settings that contradict each other
     TOKENIZERS                 the tokenizers of the models, and the dataset's
-    ROWS, TRAINED              rows of the dataset, and those to train on
+    ROWS, TRAINED, PICTURES    rows of the dataset, and those to train on
     LEARNING, TAUGHT           whether anything can be learned from them
     SAMPLING, LOGPROBS         how they were sampled, and whether that can be corrected
     ROUTERS, ROUTING           recorded experts (R3), and the models that use them
@@ -245,12 +245,6 @@ ROWS = (
 
 TRAINED = (
     Rule(
-        "images_in_row",
-        pl.col("has_images"),
-        "its messages have images, which training does not show to the model",
-        applies=lambda config: config.data.images == "refuse",
-    ),
-    Rule(
         "token_range",
         pl.col("highest_token") >= pl.col("vocab_size"),
         pl.format("token id {}", "highest_token"),
@@ -268,6 +262,31 @@ TRAINED = (
         ~pl.col("has_teacher"),
         "teacher_logprobs or teacher_token_ids is null, and distill needs both",
         applies=lambda config: config.loss.policy_loss_type == "distill",
+    ),
+)
+
+PICTURES = (
+    Rule(
+        "picture_model",
+        pl.col("has_pictures") & ~pl.col("sees"),
+        pl.format("it shows a picture, but the {} has no encoder of pictures", "model"),
+    ),
+    Rule(
+        "picture_unknown",
+        pl.col("has_unknown"),
+        "a picture has no sha256, start or length, so what the model saw is unknown",
+    ),
+    Rule(
+        "picture_tokens",
+        pl.col("num_outside") > 0,
+        pl.format("{} placeholders of pictures are at no picture", "num_outside"),
+        "placeholders only where `pictures` has one",
+    ),
+    Rule(
+        "picture_tokens",
+        pl.col("trains_picture"),
+        "loss_mask is true at a token of a picture",
+        "false: pictures are not sampled",
     ),
 )
 

@@ -18,10 +18,20 @@ import polars as pl
 import torch
 from torch import Tensor
 
-from schemas.ragged import IntArray, Ragged, offsets_of
+from schemas.ragged import IntArray, Ragged, offsets_of, zipped
 from trainer.batches.forest import Forest, Pictures
 
 PICTURES = "pictures"
+FACTS = pl.Struct(
+    {
+        "has_pictures": pl.Boolean(),
+        "has_unknown": pl.Boolean(),
+        "num_outside": pl.Int64(),
+        "trains_picture": pl.Boolean(),
+        "shown": pl.List(pl.Struct({"sha256": pl.String(), "num_features": pl.Int64()})),
+    }
+)
+"""What `picture_facts` returns for each row."""
 
 
 class PictureSource(Protocol):
@@ -52,6 +62,63 @@ class BatchPictures:
     source: PictureSource
 
 
+def picture_facts(rows: pl.Series, placeholder: int | None) -> pl.Series:
+    """Return facts about the pictures of rows, as structs of `FACTS`.
+
+    Each row has the pictures that it shows, with their numbers of placeholders; the number of
+    placeholders that no picture has; whether a picture or its tokens are unknown (null); and whether
+    a token of a picture trains.
+
+    Args:
+        rows: Structs of `prompt_token_ids`, `response_ids`, `loss_mask` and `pictures`.
+        placeholder: Id of the tokens that stand for features; None: the model has none.
+    """
+    prompts, responses, mask = (
+        Ragged.from_arrow(rows.struct.field(name).to_arrow())
+        for name in ("prompt_token_ids", "response_ids", "loss_mask")
+    )
+    tokens = zipped(prompts, responses)
+    stands = offsets_of(tokens.values == (-1 if placeholder is None else placeholder))
+    trained = offsets_of(mask.values)
+    listed = _listed(rows.struct.field(PICTURES))
+    is_unknown = pl.any_horizontal(pl.col("sha256", "start", "length").is_null())
+    unknown = listed.filter(is_unknown)["row"].to_numpy()
+    listed = listed.filter(~is_unknown)
+    row, start, length = (listed[name].to_numpy() for name in ("row", "start", "length"))
+    first = tokens.offsets[row] + start
+    num_features = stands[first + length] - stands[first]
+    within = [
+        mask.offsets[row] + np.clip(at - prompts.lengths[row], 0, mask.lengths[row])
+        for at in (start, start + length)
+    ]
+    trains = row[trained[within[1]] > trained[within[0]]]
+    numbers = np.arange(len(rows))
+    shown = (
+        listed.select(
+            "row", pl.struct("sha256", num_features=pl.Series(num_features)).alias("shown")
+        )
+        .group_by("row", maintain_order=True)
+        .agg("shown")
+    )
+    facts = pl.DataFrame(
+        {
+            "row": pl.Series(numbers, dtype=pl.UInt32),
+            "has_pictures": (rows.struct.field(PICTURES).list.len() > 0).fill_null(value=False),
+            "has_unknown": np.isin(numbers, unknown),
+            "num_outside": np.diff(stands[tokens.offsets])
+            - np.bincount(row, num_features, len(rows)).astype(np.int64),
+            "trains_picture": np.isin(numbers, trains),
+        }
+    ).join(shown, on="row", how="left", maintain_order="left")
+    return facts.drop("row").to_struct(rows.name).cast(FACTS)
+
+
+def _listed(spans: pl.Series) -> pl.DataFrame:
+    """List the pictures of a column `pictures` with the number of the row of each."""
+    listed = spans.to_frame("span").with_row_index("row").explode("span").drop_nulls("span")
+    return listed.unnest("span")
+
+
 def place_pictures(
     prompts: Ragged, responses: Ragged, spans: pl.Series, source: PictureSource
 ) -> tuple[Ragged, Ragged, BatchPictures | None]:
@@ -66,13 +133,13 @@ def place_pictures(
     Returns:
         The prompts and responses with numbers, and the pictures; None if no row shows one.
     """
-    listed = spans.to_frame("span").with_row_index("row").explode("span").drop_nulls("span")
-    listed = listed.unnest("span")
+    listed = _listed(spans)
     if listed.is_empty():
         return prompts, responses, None
     prompt, response = (part.values.astype(np.int32) for part in (prompts, responses))
     numbers: dict[tuple[str, bytes], int] = {}
-    distinct, size = list[tuple[str, IntArray]](), 0
+    names, tokens = list[str](), list[Any]()
+    size = 0
     columns = ("row", "sha256", "start", "length")
     for row, name, start, length in listed.select(columns).iter_rows():
         border, end = int(prompts.lengths[row]), start + length
@@ -84,18 +151,17 @@ def place_pictures(
         key = name, ids.tobytes()
         if key not in numbers:
             numbers[key] = size
-            distinct.append((name, ids))
+            names.append(name)
+            tokens.append(ids)
             size += length
         filled = -1 - np.arange(numbers[key], numbers[key] + length, dtype=np.int32)
         parts[0][:], parts[1][:] = filled[: len(parts[0])], filled[len(parts[0]) :]
-    lengths = np.array([len(ids) for _, ids in distinct])
-    tokens = Ragged(
-        np.concatenate([ids for _, ids in distinct]),
-        offsets_of(lengths),
-        np.ones(len(lengths), np.bool_),
-    )
+    lengths = np.array([len(ids) for ids in tokens])
+    all_valid = np.ones(len(lengths), np.bool_)
     pictures = BatchPictures(
-        names=tuple(name for name, _ in distinct), tokens=tokens, source=source
+        names=tuple(names),
+        tokens=Ragged(np.concatenate(tokens), offsets_of(lengths), all_valid),
+        source=source,
     )
     return (
         dataclasses.replace(prompts, values=prompt),

@@ -59,17 +59,7 @@ def encode(model: Any, loaded: Sequence[Mapping[str, Tensor]], pictures: Picture
     Raises:
         ValueError: The encoder gives another number of features than the pictures have tokens.
     """
-    function = model.base_model.get_image_features
-    names = [name for name in inspect.signature(function).parameters if name in loaded[0]]
-    outputs = []
-    for _, group in groupby(loaded, lambda one: [_shape(one, name) for name in names]):
-        together = list(group)
-        dim = _dim(together[0])
-        inputs = {
-            name: torch.cat([one[name] for one in together], dim).to(pictures.node.device)
-            for name in names
-        }
-        outputs.append(function(**inputs, return_dict=True))
+    outputs = _encoded(model, loaded)
     output = outputs[0]
     output.pooler_output = _gathered([one.pooler_output for one in outputs], pictures)
     if layers := getattr(output, "deepstack_features", None):
@@ -78,6 +68,26 @@ def encode(model: Any, loaded: Sequence[Mapping[str, Tensor]], pictures: Picture
             for layer in range(len(layers))
         ]
     return output
+
+
+@torch.no_grad()
+def num_features(model: Any, prepared: Mapping[str, Tensor]) -> int:
+    """Count the features that a model's encoder gives for a prepared picture."""
+    return len(_flat([one.pooler_output for one in _encoded(model, [prepared])]))
+
+
+def _encoded(model: Any, loaded: Sequence[Mapping[str, Tensor]]) -> list[Any]:
+    function = model.base_model.get_image_features
+    names = [name for name in inspect.signature(function).parameters if name in loaded[0]]
+    outputs = []
+    for _, group in groupby(loaded, lambda one: [_shape(one, name) for name in names]):
+        together = list(group)
+        inputs = {
+            name: torch.cat([one[name] for one in together], _dim(together[0])).to(model.device)
+            for name in names
+        }
+        outputs.append(function(**inputs, return_dict=True))
+    return outputs
 
 
 def _dim(inputs: Mapping[str, Tensor]) -> int:
@@ -89,17 +99,21 @@ def _shape(inputs: Mapping[str, Tensor], name: str) -> torch.Size:
     return inputs[name].shape[_dim(inputs) + 1 :]
 
 
+def _flat(outputs: Sequence[Any]) -> Tensor:
+    """Concatenate features to [features, size]; some encoders list those of each picture."""
+    parts = [part for output in outputs for part in output]
+    return torch.cat([part.flatten(0, -2) for part in parts])
+
+
 def _gathered(outputs: Sequence[Any], pictures: Pictures) -> Any:
     """Select the features of P tokens, in the container that the model's forward pass expects."""
-    is_tensor = isinstance(outputs[0], Tensor)
-    parts = outputs if is_tensor else [part for output in outputs for part in output]
-    features = torch.cat([part.flatten(0, -2) for part in parts])
+    features = _flat(outputs)
     if len(features) != int(pictures.ends[-1]):
         raise ValueError(
             f"the encoder gives {len(features)} features for {int(pictures.ends[-1])} tokens"
         )
     selected = features[pictures.feature]
-    return selected[None] if is_tensor else (selected,)
+    return selected[None] if isinstance(outputs[0], Tensor) else (selected,)
 
 
 def grid_positions(forest: Forest, pictures: Pictures, grids: Tensor) -> Tensor:
@@ -123,9 +137,17 @@ def grid_positions(forest: Forest, pictures: Pictures, grids: Tensor) -> Tensor:
 
         >>> end, node = torch.full((8,), 8), torch.arange(3, 7)
         >>> none = torch.zeros(0, dtype=torch.int64)
-        >>> forest = Forest(token_ids=end, position_ids=torch.arange(8), subtree_end=end,
-        ...                 target_parent=none, target_token=none, target_slot=none)
-        >>> picture = Pictures(node=node, feature=torch.arange(4), ends=torch.tensor([0, 4]), load=list)
+        >>> forest = Forest(
+        ...     token_ids=end,
+        ...     position_ids=torch.arange(8),
+        ...     subtree_end=end,
+        ...     target_parent=none,
+        ...     target_token=none,
+        ...     target_slot=none,
+        ... )
+        >>> picture = Pictures(
+        ...     node=node, feature=torch.arange(4), ends=torch.tensor([0, 4]), load=list
+        ... )
         >>> grid_positions(forest, picture, torch.tensor([[1, 2, 2]]))[1:].tolist()
         [[0, 1, 2, 3, 3, 3, 3, 5], [0, 1, 2, 3, 3, 4, 4, 5], [0, 1, 2, 3, 4, 3, 4, 5]]
     """

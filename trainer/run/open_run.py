@@ -21,6 +21,8 @@ from rollout_io.configuration import flat
 from rollout_io.dataset.storage import Location, occupied
 from schemas.errors import InputError, count
 from trainer.batch import index_rows
+from trainer.batches.picture_reader import placeholder_of
+from trainer.batches.pictures import PICTURES
 from trainer.batches.plan import Plan, dataset_returns, make_plan, num_planned_updates
 from trainer.config.train_config import PATHS, TrainConfig, resolved, uses
 from trainer.distributed.launch import make_accelerator
@@ -96,7 +98,7 @@ def open_run(
         for remark in compared:
             show(remark)
     run, must_learn = replace(run, rollouts=rollouts, plan=plan), opened is None
-    corrects, remarks = agreed(
+    corrects, pictures, remarks = agreed(
         accelerator, lambda: check_dataset(run, index, plan, must_learn=must_learn)
     )
     for subject, remark in remarks.items():
@@ -104,6 +106,7 @@ def open_run(
     run = replace(
         run,
         corrects=corrects,
+        pictures=pictures,
         num_planned=num_planned or num_planned_updates(plan, config.batch),
         num_greedy_rows=num_greedy_rows(index, plan),
         first_batch=first_batch,
@@ -207,7 +210,11 @@ def _plan(config: TrainConfig) -> tuple[pl.LazyFrame, Plan, pl.DataFrame]:
     """Return the rows of the dataset, their plan, and their index (`index_rows`)."""
     rollouts = scan_rows(config)
     plan = make_plan(dataset_returns(rollouts, config), config)
-    return rollouts, plan, index_rows(rollouts, imitates=config.loss.is_supervised)
+    placeholder = None
+    if config.data.pictures == "show" and PICTURES in rollouts.collect_schema():
+        placeholder = placeholder_of(config.model.path)
+    imitates = config.loss.is_supervised
+    return rollouts, plan, index_rows(rollouts, imitates=imitates, placeholder=placeholder)
 
 
 def _progress(
