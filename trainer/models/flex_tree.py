@@ -98,8 +98,9 @@ def block_mask(tree: Tensor, window: int | None) -> BlockMask:
     """Build FlexAttention's mask of a forest by comparing blocks of 128 tokens, not single tokens.
 
     A block of keys is visible to a block of queries if the subtree of any key reaches into the
-    query block, and any query sees tokens up to the key block; the mask is evaluated per token unless all queries see all keys. Padding tokens see
-    only themselves, because a softmax over no keys is undefined.
+    query block, and any query sees tokens up to the key block; the mask is evaluated per token unless
+    all queries see all keys. Padding tokens see only themselves, because a softmax over no keys is
+    undefined.
     """
     num_tokens = tree.shape[-1]
     size = padded_size(num_tokens)
@@ -108,9 +109,11 @@ def block_mask(tree: Tensor, window: int | None) -> BlockMask:
     end = torch.cat([tree[0, 0, 1], position[num_tokens:] + 1])
     reach = None if tree.shape[2] == 2 else torch.cat([tree[0, 0, 2], position[num_tokens:] + 1])
 
-    mask_mod = _sees(end, reach)
+    mask_mod = _sees(end)
     if window is not None:
-        mask_mod = _sees_within(mask_mod, depth, depth + window)
+        mask_mod = _sees_within(end, depth, depth + window)
+    if reach is not None:
+        mask_mod = _sees_ahead(end, depth, depth + (size if window is None else window), reach)
 
     reaches = position + 1 if reach is None else reach
     blocks = [values.view(-1, BLOCK) for values in (position, depth, end, reaches)]
@@ -134,24 +137,32 @@ def block_mask(tree: Tensor, window: int | None) -> BlockMask:
     return mask
 
 
-def _sees(end: Tensor, reach: Tensor | None) -> MaskMod:
+def _sees(end: Tensor) -> MaskMod:
     def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        within = key <= query if reach is None else key < reach[query]
-        return within & (query < end[key])
+        return (key <= query) & (query < end[key])
 
     return sees
 
 
-def _sees_within(sees: MaskMod, depth: Tensor, limit: Tensor) -> MaskMod:
+def _sees_within(end: Tensor, depth: Tensor, limit: Tensor) -> MaskMod:
     """Limit the depth of the queries that see each key.
 
     The limit is a tensor, because a window passed as a number would be compiled into the graph.
     """
 
-    def sees_within(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return sees(batch, head, query, key) & (depth[query] < limit[key])
+    def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (query < end[key]) & (depth[query] < limit[key])
 
-    return sees_within
+    return sees
+
+
+def _sees_ahead(end: Tensor, depth: Tensor, limit: Tensor, reach: Tensor) -> MaskMod:
+    """Let each query see the tokens up to the end of its picture."""
+
+    def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key < reach[query]) & (query < end[key]) & (depth[query] < limit[key])
+
+    return sees
 
 
 def _numbered(wanted: Tensor) -> tuple[Tensor, Tensor]:
