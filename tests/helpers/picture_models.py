@@ -159,8 +159,12 @@ def picture_file(name: str) -> bytes:
     """A PNG file of noise."""
     width, height = SIZES[name]
     random = np.random.default_rng(sum(map(ord, name)))
+    return encoded(Image.fromarray(random.integers(0, 256, (height, width, 3), dtype=np.uint8)))
+
+
+def encoded(picture: Image.Image) -> bytes:
     file = BytesIO()
-    Image.fromarray(random.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(file, "PNG")
+    picture.save(file, "PNG")
     return file.getvalue()
 
 

@@ -227,6 +227,9 @@ def write_dataset(
 
     names = tuple({name for row in rows for name in row})
     schema = arrow_schema(names)
+    if "pictures" in names and "pictures" not in schema.names:
+        kind = pa.struct([("sha256", pa.string()), ("start", pa.int32()), ("length", pa.int32())])
+        schema = schema.append(pa.field("pictures", pa.list_(kind)))
     table = pa.Table.from_pylist(list(rows), schema=schema)
     metadata = DatasetMetadata(logprobs_mode=logprobs_mode, outcome=outcome)
     with rollout_io.RolloutWriter(path, metadata=metadata) as writer:

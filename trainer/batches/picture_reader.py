@@ -54,8 +54,8 @@ class PictureReader:
         """Return what the image processor makes of each picture: tensors by name."""
         return [self._prepared(name) for name in names]
 
-    def open(self, name: str) -> Image.Image:
-        """Read a picture, in RGB.
+    def open(self, name: str, where: str = "") -> Image.Image:
+        """Read a picture, in RGB; `where` is the row that shows it, for messages.
 
         Raises:
             InvariantError: The file is missing or was changed.
@@ -65,14 +65,14 @@ class PictureReader:
         if content is None:
             fault = fault_of(PREFIX + name, self._stores) or "the file cannot be read"
             hint = "copy or move DS.blobs together with DS, or convert the log again"
-            raise InvariantError(RULE, name, fault, "", hint)
+            raise InvariantError(RULE, where or name, fault, "", hint)
         try:
             return opened(content)
         except Exception as error:  # Pillow's plugins do not wrap their errors
-            finding = f"Pillow cannot read the picture: {type(error).__name__}: {error}"
-            raise InputError("picture_format", name, finding) from error
+            finding = f"Pillow cannot read picture {name}: {type(error).__name__}"
+            raise InputError("picture_format", where or name, finding) from error
 
-    def prepare(self, picture: Image.Image, name: str) -> Mapping[str, Tensor]:
+    def prepare(self, picture: Image.Image, where: str) -> Mapping[str, Tensor]:
         """Return what the image processor makes of a picture.
 
         Raises:
@@ -82,8 +82,10 @@ class PictureReader:
             return dict(self._prepare(picture))
         except Exception as error:  # processors raise whatever their libraries raise
             size = f"{picture.width} x {picture.height} pixels"
-            finding = f"the image processor rejects it ({size}): {type(error).__name__}: {error}"
-            raise InputError("picture_format", name, finding) from error
+            finding = (
+                f"the image processor rejects a picture of {size}: {type(error).__name__}: {error}"
+            )
+            raise InputError("picture_format", where, finding) from error
 
     def _read(self, name: str) -> Mapping[str, Tensor]:
         return self.prepare(self.open(name), name)

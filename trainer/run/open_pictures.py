@@ -69,9 +69,9 @@ def _check_tokens(reader: PictureReader, model: Any, facts: pl.DataFrame, run: R
     accelerator, sizes = run.accelerator, dict[tuple[int, int], int]()
     share = pairs[accelerator.process_index :: accelerator.num_processes]
     for row, name, num_tokens in share.select("name", "sha256", "num_features").iter_rows():
-        picture = reader.open(name)
+        picture = reader.open(name, row)
         if picture.size not in sizes:
-            sizes[picture.size] = num_features(model, reader.prepare(picture, name))
+            sizes[picture.size] = num_features(model, reader.prepare(picture, row))
         if num_tokens != sizes[picture.size]:
             size = f"{picture.width} x {picture.height} pixels"
             raise InputError(
