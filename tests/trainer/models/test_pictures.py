@@ -21,6 +21,7 @@ from trainer.batch import Batch, to_batch
 from trainer.batches.forest import Forest, Pictures
 from trainer.batches.packing import cut_batch
 from trainer.models import pictures
+from trainer.models.layers import compile_layers
 from trainer.models.lora import add_adapter
 from trainer.models.pictures import grid_positions
 from trainer.models.policy import Policy, load_policy
@@ -156,6 +157,27 @@ def test_merged_rows_with_pictures_have_the_logprobs_and_gradients_of_plain_forw
     found = outputs(policy, batch, forests_of(batch, "merge", budget))
     torch.testing.assert_close(found, exact, atol=1e-5, rtol=0)
     same_gradients(policy, plain, found, exact)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # the compiler's
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl"])
+def test_compiled_layers_see_the_same_pictures(
+    kind: str, *, recomputes: bool, seen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **how: usual(f, **how, backend="aot_eager"))
+    torch._dynamo.reset()
+    path, album, plain = seen(kind)
+    policy = load_policy(path, logprob_chunk_tokens=64)
+    compile_layers(policy.model, recomputes=recomputes)
+    batch = batch_of(album, [(prompt, [response]) for prompt, response in STEPS])
+    exact = torch.cat([album.logprobs(plain, [*p, r], len(r)) for p, r in STEPS])
+    found = outputs(policy, batch, forests_of(batch, "tree", 4096))
+    torch.testing.assert_close(found, exact, atol=1e-5, rtol=0)
+    same_gradients(policy, plain, found, exact)
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(("layout", "budget"), [("step", 1), ("step", 4096), ("tree", 4096)])
