@@ -37,7 +37,7 @@ OPTIONAL_COLUMNS: dict[str, pl.DataType] = {
     "reward": pl.Float64(),
     "rewards": pl.List(pl.Float64()),
 }
-UNUSED_COLUMNS = ("messages", "images", "response_text", "metrics", "source")
+UNUSED_COLUMNS = ("messages", "pictures", "response_text", "metrics", "source")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,7 +146,7 @@ def index_rows(rollouts: pl.LazyFrame, *, imitates: bool = False) -> pl.DataFram
     is trained). With `imitates`, rows at temperature 0 are trained, too: see `to_batch`.
     """
     has_sets = SUPPORT in rollouts.collect_schema()
-    rollouts = with_absent(_with_optional_columns(rollouts), ["images", SUPPORT, *TEACHER])
+    rollouts = with_absent(_with_optional_columns(rollouts), ["pictures", SUPPORT, *TEACHER])
     if imitates:
         rollouts = rollouts.with_columns(_unscaled())
     greedy = _is_greedy()
@@ -174,7 +174,7 @@ def index_rows(rollouts: pl.LazyFrame, *, imitates: bool = False) -> pl.DataFram
         highest_token=pl.max_horizontal(
             prompt.max(), response.max(), *map(_highest_in_sets, (SUPPORT, TEACHER[0]))
         ),
-        has_images=(pl.col("images").list.len() > 0).fill_null(value=False),
+        has_images=(pl.col("pictures").list.len() > 0).fill_null(value=False),
         has_logprobs=pl.col("rollout_logprobs").is_not_null(),
         has_support=pl.struct("loss_mask", SUPPORT, "rollout_logprobs").map_batches(
             covers_trained_tokens, return_dtype=pl.Boolean, is_elementwise=True
