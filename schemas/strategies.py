@@ -16,7 +16,7 @@ import pyarrow as pa
 from hypothesis import strategies as st
 
 from schemas.breakers import BREAKERS, Draw, Row, break_types
-from schemas.columns import COLUMNS, SEGMENT_FIELDS, arrow_schema, routing_type
+from schemas.columns import COLUMNS, PICTURES, SEGMENT_FIELDS, arrow_schema, routing_type
 from schemas.rules import RULES
 from schemas.types import PREFIX_TYPES
 
@@ -82,7 +82,7 @@ def rollout_tables(
         optional: Nullable columns of every table; if None, each table has a random subset.
         errors: If true, some trajectories may have failed.
         pictures: If true, some tables have pictures, whose files do not exist: as a dataset, such a
-            table breaks the rule `image_reference`.
+            table breaks the rule `picture_reference`.
         user_column: If true, some tables have an additional user column.
     """
     if optional is None:
@@ -90,7 +90,7 @@ def rollout_tables(
     if not errors:
         optional = tuple(n for n in optional if n != "error")
     if not pictures:
-        optional = tuple(n for n in optional if n != "images")
+        optional = tuple(n for n in optional if n != PICTURES)
     user = user_column and draw(st.booleans())
     count = draw(st.integers(min_trajectories, max_trajectories))
     names = st.tuples(st.sampled_from(["p", "q_1"]), st.integers(0, 9))
@@ -220,8 +220,8 @@ def _per_token(draw: Draw, row: Row, optional: tuple[str, ...], *, failed: bool)
     made["segments"] = None
     if "segments" in present and num and draw(st.integers(0, 3)) == 0:
         made["segments"] = _segments(draw, num, row["step_index"])
-    if "images" in present:
-        made["images"] = _images(draw, num + len(row["prompt_token_ids"]))
+    if "pictures" in present:
+        made["pictures"] = _pictures(draw, num + len(row["prompt_token_ids"]))
     made["rollout_expert_indices"] = None
     total = num + len(row["prompt_token_ids"])
     if "rollout_expert_indices" in present and total:
@@ -261,17 +261,19 @@ def _routes(draw: Draw, num_tokens: int) -> list[list[list[int]]]:
     return [[[expert, (t + layer) % 4] for layer in range(NUM_LAYERS)] for t in range(num_tokens)]
 
 
-def _images(draw: Draw, num_tokens: int) -> list[Row]:
-    places = (
-        draw(st.lists(st.integers(0, num_tokens - 1), max_size=2, unique=True))
-        if num_tokens
-        else []
-    )
-    blobs = st.none() | st.sampled_from(["0", "f"]).map(lambda digit: f"sha256:{digit * 64}")
-    return [
-        {"blob": draw(blobs), "position": draw(st.none() | st.just(place))}
-        for place in sorted(places)
+def _pictures(draw: Draw, num_tokens: int) -> list[Row]:
+    """Draw entries with ascending spans; some without a span, some without a digest."""
+    cuts = st.lists(st.integers(0, num_tokens), max_size=4, unique=True).map(sorted)
+    bounds = draw(cuts)
+    spans = list(zip(bounds[::2], bounds[1::2], strict=False))
+    digests = st.none() | st.sampled_from(["0", "f"]).map(lambda digit: f"sha256:{digit * 64}")
+    entries = [
+        {"sha256": draw(digests), "start": start, "length": end - start} for start, end in spans
     ]
+    if draw(st.integers(0, 3)) == 0:
+        at = draw(st.integers(0, len(entries)))
+        entries.insert(at, {"sha256": draw(digests), "start": None, "length": None})
+    return entries
 
 
 def _entries(metrics: dict[str, float]) -> list[Row]:

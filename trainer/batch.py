@@ -17,14 +17,13 @@ from torch import Tensor
 import pipelines
 from pipelines.tables import ROUTING
 from rollout_io.dataset.row_digests import row_digest
-from schemas.columns import COLUMN_BY_NAME
+from schemas.columns import COLUMN_BY_NAME, PICTURES
 from schemas.ragged import BoolArray, IntArray, Ragged, offsets_of
 from schemas.types import with_absent
 from trainer.batches.chains import Chains, make_chains
 from trainer.batches.forest import MiniBatch
 from trainer.batches.pictures import (
     FACTS,
-    PICTURES,
     BatchPictures,
     PictureSource,
     picture_facts,

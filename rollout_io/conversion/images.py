@@ -1,4 +1,4 @@
-"""The column `images`: the parts of a row's messages that are not text, and their tokens."""
+"""The column `pictures`: the parts of a row's messages that are not text, and their tokens."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def stored_in(folder: str | None) -> AbstractContextManager[None]:
 def images_of(
     parts: Sequence[Mapping[str, Any]], token: int | None, prompt: Ids, response: Ids
 ) -> list[dict[str, Any]]:
-    """Return the entries of the column `images` of a row, and count what is stored and what is not."""
+    """Return the entries of the column `pictures` of a row, and count what is stored and what is not."""
     pictures = [part for part in parts if part["type"] == "image"]
     places = _places(token, prompt, response) if token is not None and pictures else []
     given = iter(places if len(places) == len(pictures) else [None] * len(pictures))
@@ -44,12 +44,13 @@ def images_of(
     for part in parts:
         note(STORED if "blob" in part else _LEFT[_left_as(part["source"])])
         position = next(given) if part["type"] == "image" else None
-        entries.append({"blob": part.get("blob"), "position": position})
+        length = None if position is None else 1
+        entries.append({"sha256": part.get("blob"), "start": position, "length": length})
     return entries
 
 
 def with_images(step: Step, token: Callable[[], int | None]) -> Step:
-    """Return a step with exact ids, its pictures in the store, and its column `images`."""
+    """Return a step with exact ids, its pictures in the store, and its column `pictures`."""
     step.messages = stored_messages(step.messages)
     if step.messages is None or ('"blob"' not in step.messages and '"source"' not in step.messages):
         return step
@@ -60,7 +61,7 @@ def with_images(step: Step, token: Callable[[], int | None]) -> Step:
     listed = messages if isinstance(messages, list) else []
     parts = [part for m in listed if isinstance(m, dict) for part in _media_within(m)]
     if parts:
-        step.images = images_of(parts, token(), step.prompt_token_ids, step.response_ids)
+        step.pictures = images_of(parts, token(), step.prompt_token_ids, step.response_ids)
     return step
 
 

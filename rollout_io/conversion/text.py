@@ -89,7 +89,7 @@ class Retokenizer:
             rollout_logprobs=encoded.logprobs,
             loss_mask=loss_mask,
             spans=[(int(start), int(length)) for start, length in answers],
-            images=self._images(conversation.messages, picture, encoded),
+            pictures=self._images(conversation.messages, picture, encoded),
             response_text=_readable(messages[first:]).replace(PICTURE, "[image]"),
             columns=conversation.columns,
         )
@@ -104,7 +104,7 @@ class Retokenizer:
     def _images(
         self, messages: Sequence[Mapping[str, Any]], picture: str | None, encoded: Retokenized
     ) -> list[dict[str, Any]] | None:
-        """Return the entries of the column `images`, and count what became of the parts."""
+        """Return the entries of the column `pictures`, and count what became of the parts."""
         parts = [part for message in messages for part in media_in(message)]
         if not parts:
             return None

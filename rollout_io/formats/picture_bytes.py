@@ -18,9 +18,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rollout_io.dataset.blobs import IMAGES, RULE, SUFFIX, stores_of
+from rollout_io.dataset.blobs import RULE, SUFFIX, stores_of
 from rollout_io.dataset.media_types import MEDIA_TYPES, extension_of
 from rollout_io.dataset.storage import PathLike
+from schemas.columns import PICTURES
 from schemas.errors import InvariantError
 
 
@@ -31,18 +32,18 @@ class PictureBytes:
         self._dataset, self._stores = dataset, stores_of(dataset)
 
     def restored_in(self, table: pa.Table) -> pa.Table:
-        """Return a table whose `messages` have the bytes, without the column `images`.
+        """Return a table whose `messages` have the bytes, without the column `pictures`.
 
         The same applies to the steps of merged rows, in `segments`.
         """
-        if IMAGES in table.column_names:
+        if PICTURES in table.column_names:
             if "messages" in table.column_names:
                 table = _replaced(table, "messages", self._texts(table.column("messages")))
-            table = table.drop_columns([IMAGES])
+            table = table.drop_columns([PICTURES])
         if "segments" not in table.column_names:
             return table
         column = table.column("segments").combine_chunks()
-        if not {IMAGES, "messages"} & {f.name for f in column.type.value_type}:
+        if not {PICTURES, "messages"} & {f.name for f in column.type.value_type}:
             return table
         lists = pa.concat_arrays(column.chunks) if isinstance(column, pa.ChunkedArray) else column
         return _replaced(table, "segments", self._segments(lists))
@@ -50,7 +51,7 @@ class PictureBytes:
     def _segments(self, lists: pa.ListArray) -> pa.ListArray:
         steps = pc.list_flatten(lists)
         fields = {f.name: pc.struct_field(steps, f.name) for f in steps.type}
-        fields.pop(IMAGES, None)
+        fields.pop(PICTURES, None)
         if "messages" in fields:
             fields["messages"] = self._texts(fields["messages"])
         made = pa.StructArray.from_arrays([*fields.values()], [*fields])

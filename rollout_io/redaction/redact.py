@@ -140,7 +140,7 @@ class Findings:
 
 
 def _is_scanned(field: pa.Field) -> bool:
-    return field.name not in {*_TOKENS, "images", "trajectory_id"} and not _holds_numbers(field)
+    return field.name not in {*_TOKENS, "pictures", "trajectory_id"} and not _holds_numbers(field)
 
 
 def _holds_numbers(field: pa.Field) -> bool:

@@ -25,7 +25,7 @@ REDACTED = "redacted"
 _CONTEXT_TOKENS = 8192
 _KEPT = {"rewards", "policy_versions"}  # they tell nothing of a token, and sum up to other columns
 _BY_TOKEN = {c.name: c.type for c in COLUMNS if c.length is Length.RESPONSE and c.type is not None}
-_HANDLED = {"prompt_token_ids", "response_ids", "images", ROUTING, *_BY_TOKEN}
+_HANDLED = {"prompt_token_ids", "response_ids", "pictures", ROUTING, *_BY_TOKEN}
 
 
 @dataclass(frozen=True)

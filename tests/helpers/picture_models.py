@@ -169,7 +169,7 @@ def encoded(picture: Image.Image) -> bytes:
 
 
 def digest(name: str) -> str:
-    return hashlib.sha256(picture_file(name)).hexdigest()
+    return "sha256:" + hashlib.sha256(picture_file(name)).hexdigest()
 
 
 def store_pictures(dataset: Path, names: Sequence[str] = tuple(SIZES)) -> None:

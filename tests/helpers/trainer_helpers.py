@@ -13,7 +13,7 @@ import pyarrow as pa
 import torch
 from accelerate import Accelerator
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import rollout_io
 from schemas.metadata import DatasetMetadata
@@ -52,6 +52,13 @@ def tiny_llama(seed: int = 0, **settings: Any) -> LlamaForCausalLM:
     }
     config = LlamaConfig(**(defaults | settings))
     return LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
+
+
+class Layerless(PreTrainedModel):
+    """A model without layers of the usual kind."""
+
+    def __init__(self) -> None:
+        super().__init__(LlamaConfig())
 
 
 def tiny_policy(*, chunk: int = 1024, **settings: Any) -> Policy:
@@ -227,9 +234,6 @@ def write_dataset(
 
     names = tuple({name for row in rows for name in row})
     schema = arrow_schema(names)
-    if "pictures" in names and "pictures" not in schema.names:
-        kind = pa.struct([("sha256", pa.string()), ("start", pa.int32()), ("length", pa.int32())])
-        schema = schema.append(pa.field("pictures", pa.list_(kind)))
     table = pa.Table.from_pylist(list(rows), schema=schema)
     metadata = DatasetMetadata(logprobs_mode=logprobs_mode, outcome=outcome)
     with rollout_io.RolloutWriter(path, metadata=metadata) as writer:

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoConfig, AutoImageProcessor
 
-from rollout_io.dataset.blobs import PREFIX, RULE, fault_of, stores_of
+from rollout_io.dataset.blobs import RULE, fault_of, stores_of
 from rollout_io.dataset.storage import Paths
 from schemas.errors import InputError, InvariantError
 
@@ -61,9 +61,9 @@ class PictureReader:
             InvariantError: The file is missing or was changed.
             InputError: `picture_format`: the file is not a picture that Pillow can read.
         """
-        content = next(filter(None, (store.read(PREFIX + name) for store in self._stores)), None)
+        content = next(filter(None, (store.read(name) for store in self._stores)), None)
         if content is None:
-            fault = fault_of(PREFIX + name, self._stores) or "the file cannot be read"
+            fault = fault_of(name, self._stores) or "the file cannot be read"
             hint = "copy or move DS.blobs together with DS, or convert the log again"
             raise InvariantError(RULE, where or name, fault, "", hint)
         try:

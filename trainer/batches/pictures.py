@@ -18,10 +18,11 @@ import polars as pl
 import torch
 from torch import Tensor
 
+from schemas.columns import PICTURES
+from schemas.pictures import Spans
 from schemas.ragged import IntArray, Ragged, offsets_of, zipped
 from trainer.batches.forest import Forest, Pictures
 
-PICTURES = "pictures"
 FACTS = pl.Struct(
     {
         "has_pictures": pl.Boolean(),
@@ -52,7 +53,7 @@ class BatchPictures:
     """D distinct pictures of a batch.
 
     Attributes:
-        names: [D] SHA-256 of each picture.
+        names: [D] reference to each picture, as in `pictures`.
         tokens: D rows of the token ids that show a picture; only placeholders stand for features.
         source: Reads the pictures.
     """
@@ -77,46 +78,33 @@ def picture_facts(rows: pl.Series, placeholder: int | None) -> pl.Series:
         Ragged.from_arrow(rows.struct.field(name).to_arrow())
         for name in ("prompt_token_ids", "response_ids", "loss_mask")
     )
+    column = rows.struct.field(PICTURES)
+    spans, entries = Spans(column.to_arrow()), column.list.len().fill_null(0).to_numpy()
     tokens = zipped(prompts, responses)
     stands = offsets_of(tokens.values == (-1 if placeholder is None else placeholder))
     trained = offsets_of(mask.values)
-    listed = _listed(rows.struct.field(PICTURES))
-    is_unknown = pl.any_horizontal(pl.col("sha256", "start", "length").is_null())
-    unknown = listed.filter(is_unknown)["row"].to_numpy()
-    listed = listed.filter(~is_unknown)
-    row, start, length = (listed[name].to_numpy() for name in ("row", "start", "length"))
-    first = tokens.offsets[row] + start
-    num_features = stands[first + length] - stands[first]
+    first = tokens.offsets[spans.row] + spans.start
+    num_features = stands[first + spans.length] - stands[first]
     within = [
-        mask.offsets[row] + np.clip(at - prompts.lengths[row], 0, mask.lengths[row])
-        for at in (start, start + length)
+        mask.offsets[spans.row]
+        + np.clip(at - prompts.lengths[spans.row], 0, mask.lengths[spans.row])
+        for at in (spans.start, spans.start + spans.length)
     ]
-    trains = row[trained[within[1]] > trained[within[0]]]
-    numbers = np.arange(len(rows))
-    shown = (
-        listed.select(
-            "row", pl.struct("sha256", num_features=pl.Series(num_features)).alias("shown")
-        )
-        .group_by("row", maintain_order=True)
-        .agg("shown")
-    )
+    trains = spans.row[trained[within[1]] > trained[within[0]]]
+    number, num_rows = pl.Series(range(len(rows)), dtype=pl.Int64), len(rows)
+    shown = pl.DataFrame({"row": spans.row, "sha256": spans.sha256, "num_features": num_features})
+    shown = shown.group_by("row").agg(shown=pl.struct("sha256", "num_features"))
     facts = pl.DataFrame(
         {
-            "row": pl.Series(numbers, dtype=pl.UInt32),
-            "has_pictures": (rows.struct.field(PICTURES).list.len() > 0).fill_null(value=False),
-            "has_unknown": np.isin(numbers, unknown),
+            "row": number,
+            "has_pictures": entries > 0,
+            "has_unknown": np.bincount(spans.row, minlength=num_rows) < entries,
             "num_outside": np.diff(stands[tokens.offsets])
-            - np.bincount(row, num_features, len(rows)).astype(np.int64),
-            "trains_picture": np.isin(numbers, trains),
+            - np.bincount(spans.row, num_features, num_rows).astype(np.int64),
+            "trains_picture": np.isin(number, trains),
         }
     ).join(shown, on="row", how="left", maintain_order="left")
     return facts.drop("row").to_struct(rows.name).cast(FACTS)
-
-
-def _listed(spans: pl.Series) -> pl.DataFrame:
-    """List the pictures of a column `pictures` with the number of the row of each."""
-    listed = spans.to_frame("span").with_row_index("row").explode("span").drop_nulls("span")
-    return listed.unnest("span")
 
 
 def place_pictures(
@@ -133,15 +121,16 @@ def place_pictures(
     Returns:
         The prompts and responses with numbers, and the pictures; None if no row shows one.
     """
-    listed = _listed(spans)
-    if listed.is_empty():
+    places = Spans(spans.to_arrow())
+    if not len(places.row):
         return prompts, responses, None
     prompt, response = (part.values.astype(np.int32) for part in (prompts, responses))
     numbers: dict[tuple[str, bytes], int] = {}
     names, tokens = list[str](), list[Any]()
     size = 0
-    columns = ("row", "sha256", "start", "length")
-    for row, name, start, length in listed.select(columns).iter_rows():
+    columns = places.row, places.start, places.length
+    listed = zip(places.sha256.to_pylist(), *(c.tolist() for c in columns), strict=True)
+    for name, row, start, length in listed:
         border, end = int(prompts.lengths[row]), start + length
         parts = [
             prompt[prompts.offsets[row] :][min(start, border) : min(end, border)],

@@ -19,10 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import rollout_io
 from rollout_io.configuration import flat
 from rollout_io.dataset.storage import Location, occupied
+from schemas.columns import PICTURES
 from schemas.errors import InputError, count
 from trainer.batch import index_rows
 from trainer.batches.picture_reader import placeholder_of
-from trainer.batches.pictures import PICTURES
 from trainer.batches.plan import Plan, dataset_returns, make_plan, num_planned_updates
 from trainer.config.train_config import PATHS, TrainConfig, resolved, uses
 from trainer.distributed.launch import make_accelerator
