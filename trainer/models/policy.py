@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForImageTextToText,
     PreTrainedModel,
 )
+from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -235,7 +236,8 @@ def load_policy(
         _check_layers(config, path)
         how: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa"}
         if has_shapes_only():
-            loaded: Any = auto_class(config).from_config(config, **how), {}
+            with no_init_weights():  # some draw values, which there are none of
+                loaded: Any = auto_class(config).from_config(config, **how), {}
         else:
             loaded = auto_class(config).from_pretrained(
                 path, **_LOCAL, **how, output_loading_info=True

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 import trainer
+from rollout_io.cli.main import run as main
 from rollout_io.dataset.blobs import Blobs
 from schemas.errors import RolloutError
 from tests.helpers.configs import train_config
@@ -146,6 +147,23 @@ def test_a_run_with_adapters_resumes_on_pictures_bit_for_bit(tmp_path: Path) -> 
     weights = [load_policy(str(path), logprob_chunk_tokens=64).state_dict() for path in saved]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert (saved[0] / "preprocessor_config.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl"])
+@pytest.mark.parametrize("has_weights", [True, False])
+def test_a_dry_run_counts_shared_screens_once(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], *, has_weights: bool
+) -> None:
+    game = Screens(kind, tmp_path)
+    dataset = game.write()
+    if not has_weights:
+        (Path(game.model) / "model.safetensors").unlink()
+    given = ["train", dataset, "--model", game.model, "--out", str(tmp_path / "out")]
+    assert main([*given, "--dry-run", "--json"]) == 0
+    layouts = json.loads(capsys.readouterr().out)["layouts"]
+    tokens = [layouts[name]["num_tokens"] for name in ("step", "merge", "tree_per_group")]
+    assert tokens[0] > tokens[1] > tokens[2]
 
 
 def without_last_placeholder(rows: Rows, _: Screens) -> None:
