@@ -256,7 +256,7 @@ def _bad_metrics(draw: Draw, rows: list[Row]) -> None:
     _any(draw, rows)["metrics"] = [entry, draw(st.sampled_from(bad))]
 
 
-def _picture(start: int | None, length: int | None, sha256: str = f"sha256:{'0' * 64}") -> Row:
+def _picture(start: int | None, length: int | None, sha256: str | None = None) -> Row:
     return {"sha256": sha256, "start": start, "length": length}
 
 
@@ -267,13 +267,14 @@ def _bad_picture(draw: Draw, rows: list[Row]) -> None:
     _any(draw, rows)["pictures"] = [unplaced, _picture(None, None, draw(st.sampled_from(bad)))]
 
 
-def _bad_span(draw: Draw, rows: list[Row]) -> None:
+def _bad_span(draw: Draw, rows: list[Row]) -> tuple[str, ...]:
     row = _any(draw, rows)
     num = len(row["prompt_token_ids"]) + len(row["response_ids"])
     bad = [(-1, 1), (-1, None), (0, 0), (0, -1), (num, 1), (num, None), (0, num + 1), (None, 1)]
     ways = [[_picture(None, None), _picture(*span)] for span in bad]
     ways.append([_picture(0, 1), _picture(None, None), _picture(0, 1)])
     row["pictures"] = draw(st.sampled_from(ways))
+    return ("pictures",)
 
 
 def _trained_redaction(draw: Draw, rows: list[Row]) -> None:
@@ -311,5 +312,5 @@ BREAKERS: dict[str, Breaker] = {
     "routing_shape": Breaker(_long_routes, ("rollout_expert_indices",)),
     "metrics_keys": Breaker(_bad_metrics, ("metrics",)),
     "picture_reference": Breaker(_bad_picture, ("pictures",)),
-    "picture_spans": Breaker(_bad_span, ("pictures",)),
+    "picture_spans": Breaker(_bad_span),
 }

@@ -163,7 +163,7 @@ def _step(
     draw: Draw, index: int, earlier: list[Row], optional: tuple[str, ...], *, failed: bool
 ) -> Row:
     empty = failed and index == 0 and draw(st.booleans())
-    prompt = [] if empty else _prompt(draw, earlier)
+    prompt, pictures = ([], []) if empty else _prompt(draw, earlier)
     response = [] if empty else draw(_TOKENS)
     num = len(response)
     row: Row = {
@@ -178,6 +178,8 @@ def _step(
         if column.name in optional and column.name not in row and column.type is not None:
             row[column.name] = _nullable_value(draw, column.name)
     row |= _per_token(draw, row, optional, failed=failed)
+    if "pictures" in optional and draw(st.integers(0, 9)) > 0:
+        row["pictures"] = pictures + _pictures(draw, pictures, num + len(prompt))
     row["error"] = None
     return row
 
@@ -220,8 +222,6 @@ def _per_token(draw: Draw, row: Row, optional: tuple[str, ...], *, failed: bool)
     made["segments"] = None
     if "segments" in present and num and draw(st.integers(0, 3)) == 0:
         made["segments"] = _segments(draw, num, row["step_index"])
-    if "pictures" in present:
-        made["pictures"] = _pictures(draw, num + len(row["prompt_token_ids"]))
     made["rollout_expert_indices"] = None
     total = num + len(row["prompt_token_ids"])
     if "rollout_expert_indices" in present and total:
@@ -229,14 +229,21 @@ def _per_token(draw: Draw, row: Row, optional: tuple[str, ...], *, failed: bool)
     return made
 
 
-def _prompt(draw: Draw, earlier: list[Row]) -> list[int]:
+def _prompt(draw: Draw, earlier: list[Row]) -> tuple[list[int], list[Row]]:
+    """Draw a prompt, and the pictures of the tokens that it repeats from an earlier step."""
     fresh: list[int] = draw(_TOKENS)
     if not earlier or draw(st.integers(0, 4)) == 0:
-        return fresh
+        return fresh, []
     parent = earlier[-1] if draw(st.booleans()) else draw(st.sampled_from(earlier))
     tokens: list[int] = parent["prompt_token_ids"] + parent["response_ids"]
     kept = len(tokens) if draw(st.booleans()) else draw(st.integers(0, len(tokens)))
-    return tokens[:kept] + (fresh if draw(st.booleans()) or not kept else [])
+    pictures = [
+        entry
+        for entry in parent.get("pictures") or ()
+        if (entry["start"] is None or entry["start"] + entry["length"] <= kept)
+        and draw(st.integers(0, 4))
+    ]
+    return tokens[:kept] + (fresh if draw(st.booleans()) or not kept else []), pictures
 
 
 def _segments(draw: Draw, num_tokens: int, step_index: int) -> list[Row]:
@@ -261,9 +268,10 @@ def _routes(draw: Draw, num_tokens: int) -> list[list[list[int]]]:
     return [[[expert, (t + layer) % 4] for layer in range(NUM_LAYERS)] for t in range(num_tokens)]
 
 
-def _pictures(draw: Draw, num_tokens: int) -> list[Row]:
+def _pictures(draw: Draw, before: list[Row], num_tokens: int) -> list[Row]:
     """Draw entries with ascending spans; some without a span, some without a digest."""
-    cuts = st.lists(st.integers(0, num_tokens), max_size=4, unique=True).map(sorted)
+    first = max((p["start"] + p["length"] for p in before if p["start"] is not None), default=0)
+    cuts = st.lists(st.integers(first, num_tokens), max_size=4, unique=True).map(sorted)
     bounds = draw(cuts)
     spans = list(zip(bounds[::2], bounds[1::2], strict=False))
     digests = st.none() | st.sampled_from(["0", "f"]).map(lambda digit: f"sha256:{digit * 64}")

@@ -18,7 +18,9 @@ from pipelines.tables import Frame, as_lazy
 from rollout_io.dataset.conditions import POLARS_ERRORS, check_columns, types_in
 from rollout_io.dataset.returns import Fold, joined_steps
 from rollout_io.dataset.trajectory_conditions import TrajectoryCondition, decided, evaluate
+from schemas.columns import PICTURES
 from schemas.errors import ConfigError, InputError, count
+from schemas.types import with_absent
 
 _IS_MASKED = "is masked"
 STEPS = "joined steps"
@@ -83,7 +85,7 @@ def judge(frame: Frame, filters: Filters, outcome: Outcome = "last") -> pl.DataF
     names = [f.name for f in filters]
     if len(set(names)) < len(names):
         raise ConfigError("unique_filter", "filters", ", ".join(names), "unique names")
-    frame = as_lazy(frame)
+    frame = with_absent(as_lazy(frame), [PICTURES])
     frame = frame.with_columns(joined_steps(frame).alias(STEPS))
     features, matches = {}, {}
     for number, rule in enumerate(filters):

@@ -11,6 +11,7 @@ from schemas.metadata import upgrade
 from schemas.pictures import identities, identity_ids
 from schemas.ragged import Ragged
 from schemas.strategies import rollout_tables
+from tests.helpers.table_helpers import seen_tokens
 
 DIGESTS = [f"sha256:{digit * 64}" for digit in "0f"]
 
@@ -25,24 +26,13 @@ def ids_of(tokens, *entries, begin=0):
     return identity_ids(rows, np.array([begin]), pictures).row(0).tolist()
 
 
-def seen(row):
-    """What the model saw at each token: the id, and the picture and the offset in its span."""
-    tokens = [(token,) for token in row["prompt_token_ids"] + row["response_ids"]]
-    for picture in row["pictures"] or ():
-        sha256, start, length = picture["sha256"], picture["start"], picture["length"]
-        if sha256 is not None and start is not None:
-            for offset in range(length):
-                tokens[start + offset] += (sha256, length, offset)
-    return tokens
-
-
 @given(rollout_tables(optional=("pictures",), min_trajectories=1))
 def test_identity_ids_are_equal_exactly_where_the_model_saw_the_same(table):
     prompts, responses = identities(table)
     ids, views = [], []
     for index, row in enumerate(table.to_pylist()):
         ids += [*prompts.row(index).tolist(), *responses.row(index).tolist()]
-        views += seen(row)
+        views += seen_tokens(row)
     assert len(set(zip(ids, views, strict=True))) == len(set(ids)) == len(set(views))
     assert all((id_ < 0) == (len(view) > 1) for id_, view in zip(ids, views, strict=True))
     assert all(id_ == view[0] for id_, view in zip(ids, views, strict=True) if id_ >= 0)
