@@ -22,10 +22,10 @@ from schemas.ragged import BoolArray, IntArray, Ragged, offsets_of
 from schemas.types import with_absent
 from trainer.batches.chains import Chains, make_chains
 from trainer.batches.forest import MiniBatch
+from trainer.batches.picture_reader import PictureReader
 from trainer.batches.pictures import (
     FACTS,
     BatchPictures,
-    PictureSource,
     picture_facts,
     place_pictures,
 )
@@ -290,7 +290,7 @@ def to_batch(
     max_row_tokens: int | None = None,
     *,
     imitates: bool = False,
-    source: PictureSource | None = None,
+    pictures: PictureReader | None = None,
 ) -> Batch:
     """Convert the table that `read_rows` returns to a batch.
 
@@ -298,15 +298,15 @@ def to_batch(
 
     Tokens beyond the first `max_row_tokens` of a row are excluded from training, as are rows at
     temperature 0. With `imitates`, for losses without advantages, the latter are trained at
-    temperature 1. Pictures are shown if there is a `source` of them.
+    temperature 1. Pictures are shown if there is a reader of them.
     """
     if imitates:
         table = table.with_columns(_unscaled())
     prompts = _ragged(table["prompt_token_ids"])
     responses = _ragged(table["response_ids"])
-    pictures: BatchPictures | None = None
-    if source is not None and PICTURES in table.columns:
-        prompts, responses, pictures = place_pictures(prompts, responses, table[PICTURES], source)
+    shown: BatchPictures | None = None
+    if pictures is not None and PICTURES in table.columns:
+        prompts, responses, shown = place_pictures(prompts, responses, table[PICTURES], pictures)
     logprobs = _ragged(table["rollout_logprobs"])
     flat_logprobs = np.full(len(responses.values), np.nan, dtype=np.float32)
     flat_logprobs[np.repeat(logprobs.valid, responses.lengths)] = logprobs.values
@@ -351,7 +351,7 @@ def to_batch(
         routes=_routes(table),
         support=sets_of(table, responses.lengths),
         teacher=_teacher(table, responses.lengths),
-        pictures=pictures,
+        pictures=shown,
     )
 
 

@@ -201,7 +201,7 @@ def ready_batch(
         every,
         config.batch.max_row_tokens,
         imitates=config.loss.is_supervised,
-        source=run.pictures,
+        pictures=run.pictures,
     )
     if config.loss.policy_loss_type == "distill":
         batch = without_sets(batch)

@@ -18,13 +18,16 @@ from rollout_io.dataset.blobs import RULE, fault_of, stores_of
 from rollout_io.dataset.storage import Paths
 from schemas.errors import InputError, InvariantError
 
-KEPT = 64
+MOST_PREPARED = 64
 """Prepared pictures kept in memory: one is 5 to 30 MB."""
 
 
 def placeholder_of(model: str) -> int | None:
     """Return the id of the tokens that pictures replace in a model; None: it shows no pictures."""
-    config = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+    try:
+        config = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+    except Exception:  # `load_policy` explains what is wrong with the model
+        return None
     return getattr(config, "image_token_id", None)
 
 
@@ -48,7 +51,7 @@ class PictureReader:
         self.placeholder = placeholder
         self._prepare = load_image_processor(model)
         self._stores = stores_of(dataset)
-        self._prepared = lru_cache(maxsize=KEPT)(self._read)
+        self._prepared = lru_cache(maxsize=MOST_PREPARED)(self._read)
 
     def load(self, names: Sequence[str]) -> list[Mapping[str, Tensor]]:
         """Return what the image processor makes of each picture: tensors by name."""
@@ -108,11 +111,11 @@ def load_image_processor(model: str) -> Any:
     try:
         load: Any = AutoImageProcessor.from_pretrained
         processor = load(model, backend="pil", local_files_only=True, trust_remote_code=False)
+        settings = _overrides(model)
     except Exception as error:  # Transformers does not wrap the errors of a configuration
         finding = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         finding = f"Transformers cannot load an image processor: {finding}"
         raise InputError("picture_processor", model, finding) from error
-    settings = _overrides(model)
     return lambda picture: processor(images=[picture], return_tensors="pt", **settings)
 
 

@@ -8,20 +8,20 @@ a micro-batch is packed, `with_pictures` puts the token ids back.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import polars as pl
 import torch
-from torch import Tensor
 
 from schemas.columns import PICTURES
 from schemas.pictures import Spans
 from schemas.ragged import IntArray, Ragged, offsets_of, zipped
 from trainer.batches.forest import Forest, Pictures
+from trainer.batches.picture_reader import PictureReader
 
 FACTS = pl.Struct(
     {
@@ -35,19 +35,6 @@ FACTS = pl.Struct(
 """What `picture_facts` returns for each row."""
 
 
-class PictureSource(Protocol):
-    """Reads pictures for a model.
-
-    Attributes:
-        placeholder: Id of the tokens whose embeddings the features of a picture replace.
-    """
-
-    placeholder: int
-
-    def load(self, names: Sequence[str]) -> Sequence[Mapping[str, Tensor]]:
-        """Return what the image processor makes of each picture: tensors by name."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchPictures:
     """D distinct pictures of a batch.
@@ -55,12 +42,12 @@ class BatchPictures:
     Attributes:
         names: [D] reference to each picture, as in `pictures`.
         tokens: D rows of the token ids that show a picture; only placeholders stand for features.
-        source: Reads the pictures.
+        reader: Reads the pictures.
     """
 
     names: tuple[str, ...]
     tokens: Ragged
-    source: PictureSource
+    reader: PictureReader
 
 
 def picture_facts(rows: pl.Series, placeholder: int | None) -> pl.Series:
@@ -91,7 +78,7 @@ def picture_facts(rows: pl.Series, placeholder: int | None) -> pl.Series:
         for at in (spans.start, spans.start + spans.length)
     ]
     trains = spans.row[trained[within[1]] > trained[within[0]]]
-    number, num_rows = pl.Series(range(len(rows)), dtype=pl.Int64), len(rows)
+    number, num_rows = np.arange(len(rows)), len(rows)
     shown = pl.DataFrame({"row": spans.row, "sha256": spans.sha256, "num_features": num_features})
     shown = shown.group_by("row").agg(shown=pl.struct("sha256", "num_features"))
     facts = pl.DataFrame(
@@ -108,7 +95,7 @@ def picture_facts(rows: pl.Series, placeholder: int | None) -> pl.Series:
 
 
 def place_pictures(
-    prompts: Ragged, responses: Ragged, spans: pl.Series, source: PictureSource
+    prompts: Ragged, responses: Ragged, spans: pl.Series, reader: PictureReader
 ) -> tuple[Ragged, Ragged, BatchPictures | None]:
     """Replace the tokens of pictures by their numbers, which are negative.
 
@@ -116,7 +103,7 @@ def place_pictures(
         prompts: Prompt tokens of R rows.
         responses: Response tokens of the same rows.
         spans: [R] the column `pictures`: `sha256`, `start` and `length` in prompt + response.
-        source: Reads the pictures.
+        reader: Reads the pictures.
 
     Returns:
         The prompts and responses with numbers, and the pictures; None if no row shows one.
@@ -150,7 +137,7 @@ def place_pictures(
     pictures = BatchPictures(
         names=tuple(names),
         tokens=Ragged(np.concatenate(tokens), offsets_of(lengths), all_valid),
-        source=source,
+        reader=reader,
     )
     return (
         dataclasses.replace(prompts, values=prompt),
@@ -163,7 +150,7 @@ def with_pictures(forests: Sequence[Forest], pictures: BatchPictures | None) -> 
     """Put back the token ids of pictures in micro-batches, and add the pictures that each shows."""
     if pictures is None:
         return list(forests)
-    stands = pictures.tokens.values == pictures.source.placeholder
+    stands = pictures.tokens.values == pictures.reader.placeholder
     # Features of a picture before each of its tokens, and of all pictures before each picture.
     before = offsets_of(stands)
     return [_shown(forest, pictures, stands, before) for forest in forests]
@@ -191,6 +178,6 @@ def _shown(forest: Forest, pictures: BatchPictures, stands: Any, before: IntArra
             node=torch.from_numpy(node),
             feature=torch.from_numpy(feature),
             ends=torch.from_numpy(ends),
-            load=partial(pictures.source.load, names),
+            load=partial(pictures.reader.load, names),
         ),
     )

@@ -27,7 +27,8 @@ def shows_pictures(model: Any) -> bool:
     """True if a model has an encoder of pictures, whose features its forward pass accepts."""
     base = model.base_model
     accepts = "mm_encoder_outputs" in inspect.signature(base.forward).parameters
-    return accepts and hasattr(base, "get_image_features")
+    has_placeholder = getattr(model.config, "image_token_id", None) is not None
+    return accepts and has_placeholder and hasattr(base, "get_image_features")
 
 
 def picture_inputs(model: Any, forest: Forest) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import polars as pl
 from PIL import Image
@@ -54,29 +52,28 @@ def open_pictures(run: Run, rows: pl.DataFrame) -> PictureReader | None:
     with plain_layers():
         prepared = reader.prepare(noise, "a picture of noise")
         check_pictures(policy, config.model.path, prepared, trees=trees)
-    _check_tokens(reader, policy.model, facts, run)
+    _check_tokens(reader, facts, run)
     return reader
 
 
-def _check_tokens(reader: PictureReader, model: Any, facts: pl.DataFrame, run: Run) -> None:
-    """Check that each picture has as many tokens as the model has features of it.
+def _check_tokens(reader: PictureReader, facts: pl.DataFrame, run: Run) -> None:
+    """Check that each picture has as many tokens as the models have features of it.
 
     That number follows from the size of a picture, so one picture of each size is encoded. Each
     process checks a share of the pictures.
     """
     listed = facts.explode("shown").drop_nulls("shown").unnest("shown")
     pairs = listed.unique(["sha256", "num_features"], keep="first", maintain_order=True)
-    accelerator, sizes = run.accelerator, dict[tuple[int, int], int]()
+    accelerator, sizes = run.accelerator, dict[tuple[int, int], list[int]]()
     share = pairs[accelerator.process_index :: accelerator.num_processes]
     for row, name, num_tokens in share.select("name", "sha256", "num_features").iter_rows():
         picture = reader.open(name, row)
         if picture.size not in sizes:
-            sizes[picture.size] = num_features(model, reader.prepare(picture, row))
-        if num_tokens != sizes[picture.size]:
-            size = f"{picture.width} x {picture.height} pixels"
-            raise InputError(
-                "picture_tokens",
-                row,
-                f"picture {name} ({size}) has {num_tokens} placeholders",
-                f"{sizes[picture.size]}, as the image processor of {run.config.model.path} gives",
-            )
+            prepared = reader.prepare(picture, row)
+            sizes[picture.size] = [num_features(one, prepared) for one in run.models.values()]
+        for role, number in zip(run.models, sizes[picture.size], strict=True):
+            if num_tokens != number:
+                size = f"{picture.width} x {picture.height} pixels"
+                finding = f"picture {name} ({size}) has {num_tokens} placeholders"
+                expected = f"{number}, the features that the {role} has for this size"
+                raise InputError("picture_tokens", row, finding, expected)

@@ -91,7 +91,7 @@ def batch_of(album: Album, rows: Sequence[tuple[list[Part], list[Part]]]) -> Bat
     }
     columns = {name: [row[name] for row in table] for name in table[0]}
     frame = pl.DataFrame(columns | common, schema_overrides=schema)
-    return to_batch(frame, source=album.reader)
+    return to_batch(frame, pictures=album.reader)
 
 
 def forests_of(batch: Batch, layout: str, budget: int) -> list[Forest]:
