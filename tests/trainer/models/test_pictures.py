@@ -207,6 +207,7 @@ def test_a_batch_without_pictures_is_forwarded_as_text(seen: Any) -> None:
     assert [forest.pictures for forest in forests_of(batch, "tree", 4096)] == [None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_only_the_text_part_trains_and_gets_adapters(kind: str, seen: Any) -> None:
     path, album, _ = seen(kind)
@@ -223,6 +224,7 @@ def test_only_the_text_part_trains_and_gets_adapters(kind: str, seen: Any) -> No
     assert all("lora_" in name for name in trained)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_saved_policy_loads_as_a_model_that_sees_the_same(
     kind: str, seen: Any, tmp_path: Path
