@@ -97,7 +97,6 @@ FAMILIES = {
     "internvl": _internvl,
     "smolvlm": _smolvlm,
     "idefics3": _idefics3,
-    "pixtral": _pixtral,
 }
 
 
