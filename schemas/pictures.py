@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from schemas.columns import PICTURES, PICTURES_TYPE
 from schemas.numpy_arrays import to_arrow, to_numpy
-from schemas.ragged import IntArray, Ragged, list_lengths, offsets_of, ranges
+from schemas.ragged import IntArray, Ragged, list_lengths, ranges, relisted
 from schemas.types import cast_column
 
 _DIGEST = slice(len("sha256:"), len("sha256:") + 16)
@@ -120,9 +120,7 @@ def _images_renamed(name: str, column: pa.Array) -> pa.Array:
         names = [PICTURES if one == "images" else one for one in fields]
         fields["images"] = _images_renamed(PICTURES, fields["images"])
         values = pa.StructArray.from_arrays(list(fields.values()), names)
-    offsets = to_arrow(offsets_of(list_lengths(column)), pa.int32())
-    mask = column.is_null() if column.null_count else None
-    return pa.ListArray.from_arrays(offsets, values, pa.list_(values.type), mask=mask)
+    return relisted(column, values)
 
 
 def _keys(sha256: pa.Array) -> npt.NDArray[np.uint64]:

@@ -30,6 +30,7 @@ MOST_PIXELS = 1 << 26
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Formats that are decoded, in Pillow's names; others run programs or have no use in prompts."""
 
+_MOST_KNOWN = 4096
 _CONFIGS = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 
 
@@ -96,6 +97,8 @@ class PictureProcessor:
                 got = f"the image processor refuses a picture of {_size(image)}: {_one_line(error)}"
                 hint = "check the limits in preprocessor_config.json, or leave out this run"
                 raise InputError("picture_file", where, got, "", hint) from None
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
             self._known[key] = self._expansion(ids)
         return self._known[key]
 
