@@ -501,8 +501,8 @@ Transformers' image-text-to-text classes; [Models](models.md#models-that-see-pic
 - **Places.** The model's own forward pass inserts the features, into deeper layers too (DeepStack). Positions with rows and
   columns (M-RoPE) follow from the pictures above each token, and the tokens of a picture see each other where the model is
   trained so (Gemma 3).
-- **Preparation.** The model directory's image processor prepares pictures on the CPU (Pillow, without torchvision), in the process
-  that forwards the row, with the settings by which the model's processor overrides it. Transparent parts become white, as in vLLM.
+- **Preparation.** The model directory's image processor prepares pictures on the CPU (with torchvision if it is installed, else with
+  Pillow), in the process that forwards the row, with the settings by which the model's processor overrides it.
 - **Checks** before anything trains: a row with a picture is compared with the model's own forward pass. Every picture must be
   stored and unchanged, decode, and have as many placeholders as the encoder gives features for its size; placeholders outside of
   pictures, and pictures whose tokens train, are rejected. `--set data.pictures=text` trains on the tokens alone instead.

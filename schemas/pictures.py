@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from schemas.columns import PICTURES, PICTURES_TYPE
-from schemas.numpy_arrays import to_arrow, to_numpy
-from schemas.ragged import IntArray, Ragged, list_lengths, offsets_of, ranges
+from schemas.numpy_arrays import filled, to_arrow, to_numpy
+from schemas.ragged import IntArray, Ragged, list_lengths, ranges, relisted
 from schemas.types import cast_column
 
 _DIGEST = slice(len("sha256:"), len("sha256:") + 16)
@@ -74,6 +74,23 @@ def pictures_of(table: pa.Table) -> pa.ChunkedArray | None:
     return table.column(PICTURES) if PICTURES in table.column_names else None
 
 
+def picture_lengths(table: pa.Table) -> tuple[IntArray, pa.Array]:
+    """Return the number of pictures of each row, [N], and of their tokens, [N] int64.
+
+    The number of tokens is null where that of a picture is unknown.
+    """
+    pictures = pictures_of(table)
+    if pictures is None:
+        return np.zeros(table.num_rows, np.int64), to_arrow(np.zeros(table.num_rows, np.int64))
+    counts = list_lengths(pictures)
+    row = np.repeat(np.arange(len(counts)), counts)
+    lengths = pc.struct_field(pc.list_flatten(cast_column(pictures, PICTURES_TYPE)), "length")
+    known = filled(lengths, 0)
+    sums = np.bincount(row, known, len(counts)).astype(np.int64)
+    unknown = np.bincount(row, to_numpy(lengths.is_null()), len(counts)) > 0
+    return counts, to_arrow(sums, mask=unknown)
+
+
 class Spans:
     """The entries of a column `pictures` that have a digest, a start and a length, [S].
 
@@ -120,9 +137,7 @@ def _images_renamed(name: str, column: pa.Array) -> pa.Array:
         names = [PICTURES if one == "images" else one for one in fields]
         fields["images"] = _images_renamed(PICTURES, fields["images"])
         values = pa.StructArray.from_arrays(list(fields.values()), names)
-    offsets = to_arrow(offsets_of(list_lengths(column)), pa.int32())
-    mask = column.is_null() if column.null_count else None
-    return pa.ListArray.from_arrays(offsets, values, pa.list_(values.type), mask=mask)
+    return relisted(column, values)
 
 
 def _keys(sha256: pa.Array) -> npt.NDArray[np.uint64]:

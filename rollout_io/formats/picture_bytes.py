@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -23,6 +22,7 @@ from rollout_io.dataset.media_types import MEDIA_TYPES, extension_of
 from rollout_io.dataset.storage import PathLike
 from schemas.columns import PICTURES
 from schemas.errors import InvariantError
+from schemas.ragged import relisted
 
 
 class PictureBytes:
@@ -54,10 +54,7 @@ class PictureBytes:
         fields.pop(PICTURES, None)
         if "messages" in fields:
             fields["messages"] = self._texts(fields["messages"])
-        made = pa.StructArray.from_arrays([*fields.values()], [*fields])
-        sizes = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
-        offsets = pa.array(np.concatenate([[0], np.cumsum(sizes)]), pa.int32())
-        return pa.ListArray.from_arrays(offsets, made, mask=lists.is_null())
+        return relisted(lists, pa.StructArray.from_arrays([*fields.values()], [*fields]))
 
     def _texts(self, column: pa.ChunkedArray | pa.Array) -> pa.Array:
         return pa.array([self.restored(text) for text in column.to_pylist()], pa.string())
@@ -66,19 +63,11 @@ class PictureBytes:
         """Return the JSON of messages with the bytes of all pictures."""
         if text is None or '"blob"' not in text:
             return text
-        return json.dumps(self.in_messages(json.loads(text)), ensure_ascii=False)
+        return json.dumps(with_parts(json.loads(text), self._part), ensure_ascii=False)
 
     def in_messages(self, value: Any) -> Any:
         """Return messages with the bytes of all pictures."""
-        if isinstance(value, list):
-            return [self.in_messages(each) for each in value]
-        if not isinstance(value, dict):
-            return value
-        if isinstance(value.get("blob"), str) and "type" in value:
-            return self._part(value)
-        return {
-            k: self.in_messages(v) if k in {"content", "output"} else v for k, v in value.items()
-        }
+        return with_parts(value, self._part)
 
     def _part(self, part: Mapping[str, Any]) -> dict[str, Any]:
         name = part["blob"]
@@ -100,6 +89,19 @@ class PictureBytes:
             return {"type": "input_audio", "input_audio": sound}
         named = {"filename": part["name"]} if "name" in part else {}
         return {"type": "file", "file": {"file_data": url, **named}}
+
+
+def with_parts(value: Any, replaced: Callable[[Mapping[str, Any]], Any]) -> Any:
+    """Return messages with another value for each part that refers to a file of the store."""
+    if isinstance(value, list):
+        return [with_parts(each, replaced) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if isinstance(value.get("blob"), str) and "type" in value:
+        return replaced(value)
+    return {
+        k: with_parts(v, replaced) if k in {"content", "output"} else v for k, v in value.items()
+    }
 
 
 def _replaced(table: pa.Table, name: str, values: pa.Array) -> pa.Table:

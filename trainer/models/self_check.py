@@ -168,12 +168,12 @@ def _plain_forward(
 
     Their shapes are [n - 1] and [n, layers, topk]. The row may show a prepared picture.
     """
-    inputs: dict[str, Any] = {name: tensor.to(tokens.device) for name, tensor in picture.items()}
+    inputs = dict(picture)
     if picture:
         shows = (tokens[None] == model.config.image_token_id).long()
         inputs |= dict.fromkeys(("token_type_ids", "mm_token_type_ids"), shows)
     accepted = signature(model.forward).parameters
-    inputs = {name: value for name, value in inputs.items() if name in accepted}
+    inputs = {name: inputs[name].to(tokens.device) for name in inputs if name in accepted}
     usual = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:

@@ -26,7 +26,7 @@ def test_a_recorded_session_with_an_image_is_a_row_that_refers_to_it(tmp_path):
         asyncio.run(main(url))
     row = rollout_io.read(tmp_path / "ds").to_pylist()[0]
     blob = f"sha256:{hashlib.sha256(PICTURE).hexdigest()}"
-    assert row["images"] == [{"blob": blob, "position": None}]
+    assert row["pictures"] == [{"sha256": blob, "start": None, "length": None}]
     assert json.loads(row["messages"])[0]["content"][1]["blob"] == blob
     (file,) = (tmp_path / "ds.blobs").iterdir()
     assert file.read_bytes() == PICTURE

@@ -15,8 +15,8 @@ from transformers import AutoModelForImageTextToText
 
 from schemas.errors import RolloutError
 from tests.helpers.configs import train_config
-from tests.helpers.picture_models import CONFIGS, SHOWS, Album, Part, plain_model, save_model
 from tests.helpers.trainer_helpers import gradients, relative_difference
+from tests.helpers.vision_models import CONFIGS, SHOWS, Album, Part, plain_model, save_model
 from trainer.batch import Batch, to_batch
 from trainer.batches.forest import Forest, Pictures
 from trainer.batches.packing import cut_batch

@@ -15,7 +15,8 @@ from rollout_io.cli.main import run as main
 from rollout_io.dataset.blobs import Blobs
 from schemas.errors import RolloutError
 from tests.helpers.configs import train_config
-from tests.helpers.picture_models import (
+from tests.helpers.trainer_helpers import save_tiny_model, write_dataset
+from tests.helpers.vision_models import (
     SHOWS,
     Album,
     Part,
@@ -24,7 +25,6 @@ from tests.helpers.picture_models import (
     save_model,
     store_pictures,
 )
-from tests.helpers.trainer_helpers import save_tiny_model, write_dataset
 from trainer.distributed.start import start_processes
 from trainer.models.policy import load_policy
 
@@ -240,9 +240,9 @@ BAD: dict[Any, str] = {
     trained: "picture_tokens",
     missing: "picture_reference",
     changed: "picture_reference",
-    shows_text: "picture_format",
-    shows_a_line: "picture_format",
-    without_processor: "picture_processor",
+    shows_text: "picture_file",
+    shows_a_line: "picture_file",
+    without_processor: "processor",
     text_model: "picture_model",
 }
 
