@@ -12,6 +12,7 @@ from pipelines.filtering.verdicts import judge
 from pipelines.merging.merge import merge, unmerge
 from pipelines.statistics.parting import broken_prefixes
 from pipelines.statistics.savings import dataset_savings
+from rollout_io.cli.trajectory_text import view_trajectory
 from rollout_io.dataset.first_prompts import mixed_groups
 from rollout_io.dataset.prefix_layout import encode_prefixes
 from schemas import check
@@ -183,3 +184,8 @@ def test_a_second_branch_with_another_picture_is_an_overlap():
                       (SECOND, [6], [entry(ONE, 1), entry(TWO, 6)]))  # fmt: skip
     (found,) = diagnose(table_of(*rows)).breaks.to_dicts()
     assert (found["cause"], found["token_index"]) == ("overlap", 6)
+
+
+def test_a_view_of_a_trajectory_counts_the_tokens_after_a_changed_picture_as_new():
+    changed, continued = (view_trajectory(rows).steps[1] for rows in (CHANGED, CONTINUED))
+    assert (changed.num_shared_tokens, continued.num_shared_tokens) == (1, 5)
