@@ -2,15 +2,16 @@
 
     CONFIGURATION              settings that contradict each other
     TOKENIZERS                 the tokenizers of the models, and the dataset's
-    ROWS, TRAINED, PICTURES    rows of the dataset, and those to train on
+    ROWS, TRAINED              rows of the dataset, and those to train on
     LEARNING, TAUGHT           whether anything can be learned from them
     SAMPLING, LOGPROBS         how they were sampled, and whether that can be corrected
     ROUTERS, ROUTING           recorded experts (R3), and the models that use them
 
 A rule has the id of its error, an expression that is true where facts break it, and the parts of its
 message. Facts are a table with a column `name`, the place of the error: a row of the dataset from
-`trainer.batch.index_rows`, a model, or the dataset as a whole. `refuse` evaluates rules. The
-named invariants are not among them: `rollout_io.validate` refuses what breaks one.
+`trainer.batch.index_rows`, a model, or the dataset as a whole. `refuse` evaluates rules. Those about
+pictures are in `trainer.run.open_pictures`. The named invariants are not among them:
+`rollout_io.validate` refuses what breaks one.
 """
 
 from __future__ import annotations
@@ -262,31 +263,6 @@ TRAINED = (
         ~pl.col("has_teacher"),
         "teacher_logprobs or teacher_token_ids is null, and distill needs both",
         applies=lambda config: config.loss.policy_loss_type == "distill",
-    ),
-)
-
-PICTURES = (
-    Rule(
-        "picture_model",
-        pl.col("has_pictures") & ~pl.col("sees"),
-        pl.format("it shows a picture, but the {} has no encoder of pictures", "model"),
-    ),
-    Rule(
-        "picture_unknown",
-        pl.col("has_unknown"),
-        "a picture has no sha256, start or length, so what the model saw is unknown",
-    ),
-    Rule(
-        "picture_tokens",
-        pl.col("num_outside") > 0,
-        pl.format("{} placeholders of pictures are at no picture", "num_outside"),
-        "placeholders only where `pictures` has one",
-    ),
-    Rule(
-        "picture_tokens",
-        pl.col("trains_picture"),
-        "loss_mask is true at a token of a picture",
-        "false: pictures are not sampled",
     ),
 )
 

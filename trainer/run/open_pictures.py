@@ -8,8 +8,8 @@ from PIL import Image
 from torch._subclasses.fake_tensor import FakeTensor
 
 from schemas.errors import ConfigError, InputError
-from trainer import checks
 from trainer.batches.picture_reader import PictureReader
+from trainer.checks import Rule, refuse
 from trainer.distributed.sharding import is_sharded
 from trainer.models.layers import plain_layers
 from trainer.models.pictures import num_features, shows_pictures
@@ -18,6 +18,32 @@ from trainer.run.run import Run
 
 PROBE = (64, 48)
 """Width and height of the picture with which models are checked, pixels."""
+
+PICTURES = (
+    Rule(
+        "picture_model",
+        pl.col("has_pictures") & ~pl.col("sees"),
+        pl.format("it shows a picture, but the {} has no encoder of pictures", "model"),
+    ),
+    Rule(
+        "picture_unknown",
+        pl.col("has_unknown"),
+        "a picture has no sha256, start or length, so what the model saw is unknown",
+    ),
+    Rule(
+        "picture_tokens",
+        pl.col("num_outside") > 0,
+        pl.format("{} placeholders of pictures are at no picture", "num_outside"),
+        "placeholders only where `pictures` has one",
+    ),
+    Rule(
+        "picture_tokens",
+        pl.col("trains_picture"),
+        "loss_mask is true at a token of a picture",
+        "false: pictures are not sampled",
+    ),
+)
+"""Rules of rows, with the facts of `trainer.batches.pictures.picture_facts` and of a model."""
 
 
 def open_pictures(run: Run, rows: pl.DataFrame) -> PictureReader | None:
@@ -39,7 +65,7 @@ def open_pictures(run: Run, rows: pl.DataFrame) -> PictureReader | None:
         return None
     for role, model in run.models.items():
         seen = facts.with_columns(model=pl.lit(role), sees=pl.lit(shows_pictures(model)))
-        checks.refuse(seen, checks.PICTURES, config)
+        refuse(seen, PICTURES, config)
     if is_sharded(run.policy):
         finding = "FSDP with pictures, which only some processes encode at a time"
         raise ConfigError("launch", "accelerate launch", finding, "data parallelism")
