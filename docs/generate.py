@@ -489,6 +489,24 @@ adapters. The GAE critic is always trained in full, without adapters.
 A checkpoint is a model directory with merged adapters, for Transformers and vLLM. Its `adapter/` can be loaded onto `model`
 with peft; `--resume` also uses it.
 
+## Pictures
+
+If rows show pictures (the column [`pictures`](table.md)), the policy sees them as the sampler did. Models load with
+Transformers' image-text-to-text classes; [Models](models.md#models-that-see-pictures) lists the families that pass.
+
+- **One encoding.** Each distinct picture of a micro-batch is encoded once, however many rows and steps show it. Rows of a tree
+  share a screen like text: two tokens are equal if their ids and pictures are.
+- **Frozen encoder.** The vision tower and its projector are not trained, and LoRA adapts the text part alone. Checkpoints
+  contain the complete model and the files of its processor, so that Transformers and vLLM load them.
+- **Places.** The model's own forward pass inserts the features, into deeper layers too (DeepStack). Positions with rows and
+  columns (M-RoPE) follow from the pictures above each token, and the tokens of a picture see each other where the model is
+  trained so (Gemma 3).
+- **Preparation.** The model directory's image processor prepares pictures on the CPU (with torchvision if it is installed, else with
+  Pillow), in the process that forwards the row, with the settings by which the model's processor overrides it.
+- **Checks** before anything trains: a row with a picture is compared with the model's own forward pass. Every picture must be
+  stored and unchanged, decode, and have as many placeholders as the encoder gives features for its size; placeholders outside of
+  pictures, and pictures whose tokens train, are rejected. `--set data.pictures=text` trains on the tokens alone instead.
+
 ## Router replay
 
 In a mixture of experts, a router selects a few experts for each token and layer. Rounding alone can make the trainer's router

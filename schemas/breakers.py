@@ -256,15 +256,25 @@ def _bad_metrics(draw: Draw, rows: list[Row]) -> None:
     _any(draw, rows)["metrics"] = [entry, draw(st.sampled_from(bad))]
 
 
-def _bad_image(draw: Draw, rows: list[Row]) -> None:
-    row, blob = _any(draw, rows), f"sha256:{'0' * 64}"
+def _picture(start: int | None, length: int | None, sha256: str | None = None) -> Row:
+    return {"sha256": sha256, "start": start, "length": length}
+
+
+def _bad_picture(draw: Draw, rows: list[Row]) -> None:
+    digest = "0" * 64
+    bad = ["a.png", digest, f"sha256:{digest[1:]}", f"SHA256:{digest}"]
+    unplaced = _picture(None, None)
+    _any(draw, rows)["pictures"] = [unplaced, _picture(None, None, draw(st.sampled_from(bad)))]
+
+
+def _bad_span(draw: Draw, rows: list[Row]) -> tuple[str, ...]:
+    row = _any(draw, rows)
     num = len(row["prompt_token_ids"]) + len(row["response_ids"])
-    bad = [("a.png", None), (blob.upper(), 0), (blob, -1), (blob, num), (None, num)]
-    found = [
-        {"blob": blob, "position": 0},
-        dict(zip(["blob", "position"], draw(st.sampled_from(bad)), strict=True)),
-    ]
-    row["images"] = found
+    bad = [(-1, 1), (-1, None), (0, 0), (0, -1), (num, 1), (num, None), (0, num + 1), (None, 1)]
+    ways = [[_picture(None, None), _picture(*span)] for span in bad]
+    ways.append([_picture(0, 1), _picture(None, None), _picture(0, 1)])
+    row["pictures"] = draw(st.sampled_from(ways))
+    return ("pictures",)
 
 
 def _trained_redaction(draw: Draw, rows: list[Row]) -> None:
@@ -301,5 +311,6 @@ BREAKERS: dict[str, Breaker] = {
     "prefix_reference": Breaker(_bad_prefix),
     "routing_shape": Breaker(_long_routes, ("rollout_expert_indices",)),
     "metrics_keys": Breaker(_bad_metrics, ("metrics",)),
-    "image_reference": Breaker(_bad_image, ("images",)),
+    "picture_reference": Breaker(_bad_picture, ("pictures",)),
+    "picture_spans": Breaker(_bad_span),
 }

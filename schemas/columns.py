@@ -55,8 +55,11 @@ SEGMENT_FIELDS: tuple[pa.Field, ...] = (
 )
 """Fields of every segment. Per-step values (reward, stop_reason, user columns) follow them."""
 
-IMAGES_TYPE = pa.list_(pa.struct([("blob", pa.string()), ("position", pa.int32())]))
-"""Type of `images`."""
+PICTURES = "pictures"
+PICTURES_TYPE = pa.list_(
+    pa.struct([("sha256", pa.string()), ("start", pa.int32()), ("length", pa.int32())])
+)
+"""Type of `pictures`."""
 
 JOINED = "joined"
 """Field of `segments`: true for a segment that a merge created from one step. All other segments
@@ -260,13 +263,14 @@ COLUMNS: tuple[Column, ...] = (
         ),
     ),
     Column(
-        name="images",
-        type=IMAGES_TYPE,
+        name=PICTURES,
+        type=PICTURES_TYPE,
         nullable=True,
         meaning=(
-            "the pictures, documents and recordings in `messages`, in order: `sha256:` and the "
-            "digest of the file in `DS.blobs` (null: the log has only a URL), and the index of its "
-            "placeholder in prompt + response (null: the row has none)"
+            "the pictures, documents and recordings in `messages`, in order. `sha256`: `sha256:` and "
+            "the digest of the file in `DS.blobs` (null: the log has only a URL, or it was redacted). "
+            "`start` and `length`: the tokens of prompt + response that stand for the picture (null: "
+            "unknown, or there are none; `length` alone is null in datasets of schema version 1)"
         ),
     ),
     Column(
@@ -341,8 +345,8 @@ def documentation_table(columns: Iterable[Column] = COLUMNS) -> str:
 def _type_name(kind: pa.DataType) -> str:
     if kind == METRICS_TYPE:
         return "list<struct<key, value>>"
-    if kind == IMAGES_TYPE:
-        return "list<struct<blob, position>>"
+    if kind == PICTURES_TYPE:
+        return "list<struct<sha256, start, length>>"
     if pa.types.is_list(kind):
         inner = kind.value_type
         return "list<struct>" if pa.types.is_struct(inner) else f"list<{_type_name(inner)}>"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 RETOKENIZED = "retokenized"
@@ -17,13 +17,16 @@ MEDIA = frozenset({"image", "document", "audio", "video"})
 """Types of parts of a message that are not text, each with its `blob` or its `source`."""
 
 
-def marked(message: Mapping[str, Any], picture: str | None = None) -> Mapping[str, Any]:
+Picture = Callable[[Mapping[str, Any]], str]
+
+
+def marked(message: Mapping[str, Any], picture: Picture | None = None) -> Mapping[str, Any]:
     """Return a message with a text such as `[image]` in place of each part that is not text.
 
     Args:
         message: The message.
-        picture: Text for an image; the content is then one text, as chat templates with a placeholder
-            render it.
+        picture: Returns the text for an image; the content is then one text, as chat templates with
+            a placeholder render it.
 
     Example:
         >>> marked({"role": "user", "content": [{"type": "image", "source": {"url": "a.png"}}]})
@@ -46,8 +49,10 @@ def media_in(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [part for part in content if _is_media(part)] if isinstance(content, list) else []
 
 
-def _mark(part: Mapping[str, Any], picture: str | None) -> str:
-    return picture if picture is not None and part["type"] == "image" else f"[{part['type']}]"
+def _mark(part: Mapping[str, Any], picture: Picture | None) -> str:
+    if picture is not None and part["type"] == "image":
+        return picture(part)
+    return f"[{part['type']}]"
 
 
 def _is_media(part: Any) -> bool:

@@ -11,12 +11,13 @@ from typing import Any, Literal, get_args
 import pyarrow as pa
 
 from schemas.errors import InputError
+from schemas.pictures import images_renamed
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 Upgrade = Callable[[pa.Table], pa.Table]
 
-UPGRADES: Mapping[int, Upgrade] = {}
+UPGRADES: Mapping[int, Upgrade] = {1: images_renamed}
 """`UPGRADES[v]` turns a table of schema version v into one of version v + 1."""
 
 Layout = Literal["prefix", "full"]

@@ -86,6 +86,18 @@ def list_lengths(column: pa.Array | pa.ChunkedArray) -> IntArray:
     return filled(pc.list_value_length(column), 0).astype(np.int64, copy=False)
 
 
+def relisted(column: pa.Array, values: pa.Array) -> pa.Array:
+    """Return lists with the lengths and nulls of another column, of other values.
+
+    Args:
+        column: [N] lists.
+        values: The new elements of all lists, concatenated.
+    """
+    mask = column.is_null() if column.null_count else None
+    offsets = to_arrow(offsets_of(list_lengths(column)), pa.int32())
+    return pa.ListArray.from_arrays(offsets, values, pa.list_(values.type), mask=mask)
+
+
 def offsets_of(lengths: IntArray) -> IntArray:
     """Return the offsets of rows with the given lengths, [N + 1]."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])

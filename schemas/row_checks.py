@@ -12,7 +12,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas.columns import COLUMNS, IMAGES_TYPE, JOINED, METRICS_TYPE, Length
+from schemas.columns import COLUMNS, JOINED, METRICS_TYPE, PICTURES, PICTURES_TYPE, Length
 from schemas.numpy_arrays import filled, to_arrow, to_frame, to_numpy
 from schemas.ragged import BoolArray, IntArray, Ragged, list_lengths
 from schemas.structure_checks import first_rows
@@ -200,27 +200,43 @@ BLOB = r"sha256:[0-9a-f]{64}"
 """Pattern of a reference to a file in `DS.blobs`."""
 
 
-def check_images(view: View) -> Iterator[pl.DataFrame]:
-    """Check image_reference: blobs are named by a digest, and positions are tokens of the row."""
-    prompts = view.prompt_lengths()
-    if not view.has("images", "response_ids") or prompts is None:
+def check_pictures(view: View) -> Iterator[pl.DataFrame]:
+    """Check picture_reference and picture_spans: digests, and tokens of the row, in order."""
+    if not view.has(PICTURES):
         return
-    column = cast_column(view.table.column("images"), IMAGES_TYPE)
+    column = cast_column(view.table.column(PICTURES), PICTURES_TYPE)
     lengths, entries = list_lengths(column), pc.list_flatten(column)
     row = np.repeat(np.arange(len(lengths)), lengths)
-    sizes = prompts + view.ragged("response_ids").lengths
-    flat = to_frame(
-        {name: pc.struct_field(entries, name) for name in ("blob", "position")}
-        | {"row": to_arrow(row), "size": to_arrow(sizes[row])}
+    names = ("sha256", "start", "length")
+    flat = to_frame({n: pc.struct_field(entries, n) for n in names} | {"row": to_arrow(row)})
+    named = pl.col("sha256").str.contains(f"^{BLOB}$").fill_null(value=True)
+    bad = flat.filter(~named).unique("row", keep="first", maintain_order=True)
+    sentence = "an entry of {column} has the reference {got}; expected {expected}"
+    expected, rows = "sha256: and 64 hexadecimal digits", bad["row"].to_numpy()
+    yield view.breaches(
+        "picture_reference", rows, PICTURES, bad["sha256"].to_list(), expected, sentence
     )
-    is_named = pl.col("blob").str.contains(f"^{BLOB}$").fill_null(value=True)
-    is_inside = pl.col("position").is_between(0, pl.col("size"), closed="left")
-    is_inside = is_inside.fill_null(value=True)
-    bad = flat.filter(~(is_named & is_inside)).unique("row", keep="first", maintain_order=True)
-    got = [f"{blob}, position {at}" for blob, at in bad.select("blob", "position").iter_rows()]
-    expected = "sha256: and 64 hexadecimal digits, and a position inside prompt + response"
-    sentence = "an entry of {column} is {got}; expected {expected}"
-    yield view.breaches("image_reference", bad["row"].to_numpy(), "images", got, expected, sentence)
+    prompts = view.prompt_lengths()
+    if prompts is None or not view.has("response_ids"):
+        return
+    sizes = prompts + view.ragged("response_ids").lengths
+    spans = flat.with_columns(size=pl.Series(sizes[row])).filter(
+        pl.col("start").is_not_null() | pl.col("length").is_not_null()
+    )
+    end = (pl.col("start") + pl.col("length").fill_null(1)).alias("end")
+    spans = spans.with_columns(end.cast(pl.Int64))
+    before = pl.col("end").shift(fill_value=0).over("row").fill_null(0)
+    is_span = (
+        (pl.col("start") >= before)
+        & (pl.col("length").fill_null(1) >= 1)
+        & (pl.col("end") <= pl.col("size"))
+    )
+    bad = spans.filter(~is_span.fill_null(value=False))
+    bad = bad.unique("row", keep="first", maintain_order=True)
+    got = [f"start {s}, length {n}" for s, n in bad.select("start", "length").iter_rows()]
+    expected = "1 or more tokens inside prompt + response, after the picture before"
+    sentence = "an entry of {column} has {got}; expected {expected}"
+    yield view.breaches("picture_spans", bad["row"].to_numpy(), PICTURES, got, expected, sentence)
 
 
 def check_redacted(view: View) -> Iterator[pl.DataFrame]:
@@ -399,7 +415,7 @@ ROW_CHECKS: tuple[RowCheck, ...] = (
     check_segments,
     check_routing,
     check_metrics,
-    check_images,
+    check_pictures,
     check_redacted,
     check_prompts,
 )

@@ -162,12 +162,17 @@ _RULES = (
         hint="write one {key, value} per metric; leave out a metric without a value",
     ),
     Rule(
-        name="image_reference",
-        meaning=(
-            "each blob in images is `sha256:` and the digest of a file in DS.blobs, and its position "
-            "is inside prompt + response"
-        ),
+        name="picture_reference",
+        meaning="each sha256 in pictures is `sha256:` and the digest of a file in DS.blobs",
         hint="copy or move DS.blobs together with DS, or convert the log again",
+    ),
+    Rule(
+        name="picture_spans",
+        meaning=(
+            "each start and length in pictures are 1 or more tokens inside prompt + response, in order, "
+            "without overlap"
+        ),
+        hint="correct the spans, or set start and length to null where they are unknown",
     ),
 )
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 from hypothesis import strategies as st
 
 from schemas.breakers import BREAKERS, Draw, Row, break_types
-from schemas.columns import COLUMNS, SEGMENT_FIELDS, arrow_schema, routing_type
+from schemas.columns import COLUMNS, PICTURES, SEGMENT_FIELDS, arrow_schema, routing_type
 from schemas.rules import RULES
 from schemas.types import PREFIX_TYPES
 
@@ -82,7 +82,7 @@ def rollout_tables(
         optional: Nullable columns of every table; if None, each table has a random subset.
         errors: If true, some trajectories may have failed.
         pictures: If true, some tables have pictures, whose files do not exist: as a dataset, such a
-            table breaks the rule `image_reference`.
+            table breaks the rule `picture_reference`.
         user_column: If true, some tables have an additional user column.
     """
     if optional is None:
@@ -90,7 +90,7 @@ def rollout_tables(
     if not errors:
         optional = tuple(n for n in optional if n != "error")
     if not pictures:
-        optional = tuple(n for n in optional if n != "images")
+        optional = tuple(n for n in optional if n != PICTURES)
     user = user_column and draw(st.booleans())
     count = draw(st.integers(min_trajectories, max_trajectories))
     names = st.tuples(st.sampled_from(["p", "q_1"]), st.integers(0, 9))
@@ -163,7 +163,7 @@ def _step(
     draw: Draw, index: int, earlier: list[Row], optional: tuple[str, ...], *, failed: bool
 ) -> Row:
     empty = failed and index == 0 and draw(st.booleans())
-    prompt = [] if empty else _prompt(draw, earlier)
+    prompt, pictures = ([], []) if empty else _prompt(draw, earlier)
     response = [] if empty else draw(_TOKENS)
     num = len(response)
     row: Row = {
@@ -178,6 +178,8 @@ def _step(
         if column.name in optional and column.name not in row and column.type is not None:
             row[column.name] = _nullable_value(draw, column.name)
     row |= _per_token(draw, row, optional, failed=failed)
+    if "pictures" in optional and draw(st.integers(0, 9)) > 0:
+        row["pictures"] = pictures + _pictures(draw, pictures, num + len(prompt))
     row["error"] = None
     return row
 
@@ -220,8 +222,6 @@ def _per_token(draw: Draw, row: Row, optional: tuple[str, ...], *, failed: bool)
     made["segments"] = None
     if "segments" in present and num and draw(st.integers(0, 3)) == 0:
         made["segments"] = _segments(draw, num, row["step_index"])
-    if "images" in present:
-        made["images"] = _images(draw, num + len(row["prompt_token_ids"]))
     made["rollout_expert_indices"] = None
     total = num + len(row["prompt_token_ids"])
     if "rollout_expert_indices" in present and total:
@@ -229,14 +229,21 @@ def _per_token(draw: Draw, row: Row, optional: tuple[str, ...], *, failed: bool)
     return made
 
 
-def _prompt(draw: Draw, earlier: list[Row]) -> list[int]:
+def _prompt(draw: Draw, earlier: list[Row]) -> tuple[list[int], list[Row]]:
+    """Draw a prompt, and the pictures of the tokens that it repeats from an earlier step."""
     fresh: list[int] = draw(_TOKENS)
     if not earlier or draw(st.integers(0, 4)) == 0:
-        return fresh
+        return fresh, []
     parent = earlier[-1] if draw(st.booleans()) else draw(st.sampled_from(earlier))
     tokens: list[int] = parent["prompt_token_ids"] + parent["response_ids"]
     kept = len(tokens) if draw(st.booleans()) else draw(st.integers(0, len(tokens)))
-    return tokens[:kept] + (fresh if draw(st.booleans()) or not kept else [])
+    pictures = [
+        entry
+        for entry in parent.get("pictures") or ()
+        if (entry["start"] is None or entry["start"] + entry["length"] <= kept)
+        and draw(st.integers(0, 4))
+    ]
+    return tokens[:kept] + (fresh if draw(st.booleans()) or not kept else []), pictures
 
 
 def _segments(draw: Draw, num_tokens: int, step_index: int) -> list[Row]:
@@ -261,17 +268,20 @@ def _routes(draw: Draw, num_tokens: int) -> list[list[list[int]]]:
     return [[[expert, (t + layer) % 4] for layer in range(NUM_LAYERS)] for t in range(num_tokens)]
 
 
-def _images(draw: Draw, num_tokens: int) -> list[Row]:
-    places = (
-        draw(st.lists(st.integers(0, num_tokens - 1), max_size=2, unique=True))
-        if num_tokens
-        else []
-    )
-    blobs = st.none() | st.sampled_from(["0", "f"]).map(lambda digit: f"sha256:{digit * 64}")
-    return [
-        {"blob": draw(blobs), "position": draw(st.none() | st.just(place))}
-        for place in sorted(places)
+def _pictures(draw: Draw, before: list[Row], num_tokens: int) -> list[Row]:
+    """Draw entries with ascending spans; some without a span, some without a digest."""
+    first = max((p["start"] + p["length"] for p in before if p["start"] is not None), default=0)
+    cuts = st.lists(st.integers(first, num_tokens), max_size=4, unique=True).map(sorted)
+    bounds = draw(cuts)
+    spans = list(zip(bounds[::2], bounds[1::2], strict=False))
+    digests = st.none() | st.sampled_from(["0", "f"]).map(lambda digit: f"sha256:{digit * 64}")
+    entries = [
+        {"sha256": draw(digests), "start": start, "length": end - start} for start, end in spans
     ]
+    if draw(st.integers(0, 3)) == 0:
+        at = draw(st.integers(0, len(entries)))
+        entries.insert(at, {"sha256": draw(digests), "start": None, "length": None})
+    return entries
 
 
 def _entries(metrics: dict[str, float]) -> list[Row]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,18 @@ from torch import Tensor
 import pipelines
 from pipelines.tables import ROUTING
 from rollout_io.dataset.row_digests import row_digest
-from schemas.columns import COLUMN_BY_NAME
+from schemas.columns import COLUMN_BY_NAME, PICTURES
 from schemas.ragged import BoolArray, IntArray, Ragged, offsets_of
 from schemas.types import with_absent
 from trainer.batches.chains import Chains, make_chains
 from trainer.batches.forest import MiniBatch
+from trainer.batches.picture_reader import PictureReader
+from trainer.batches.pictures import (
+    FACTS,
+    BatchPictures,
+    picture_facts,
+    place_pictures,
+)
 from trainer.batches.plan import Plan
 from trainer.batches.recorded_routes import Routes
 from trainer.batches.stored_rows import Origins
@@ -37,7 +45,7 @@ OPTIONAL_COLUMNS: dict[str, pl.DataType] = {
     "reward": pl.Float64(),
     "rewards": pl.List(pl.Float64()),
 }
-UNUSED_COLUMNS = ("messages", "images", "response_text", "metrics", "source")
+UNUSED_COLUMNS = ("messages", "response_text", "metrics", "source")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,8 +57,8 @@ class Batch:
 
     Attributes:
         names: [R] trajectory and step of each row, for messages.
-        prompts: Prompt tokens of the R rows.
-        responses: Response tokens of the R rows.
+        prompts: Prompt tokens of the R rows; those of pictures have numbers (see `pictures`).
+        responses: Response tokens of the R rows, likewise.
         group: [R] group of each row, an index into `group_names`.
         group_names: Instance id of each group.
         trajectory: [R] trajectory of each row, 0..num_trajectories-1.
@@ -71,6 +79,7 @@ class Batch:
         support: [T] rows: the sets of ids that the sampler could draw; None if there are none.
         teacher: [T] rows each: a teacher's most likely ids, and their log-probabilities in nats;
             None if there are none.
+        pictures: Pictures that the rows show: see `trainer.batches.pictures`; None if there are none.
         old_logprobs, ref_logprobs, values: [T] float32 outputs of the models at the start of the
             batch, NaN at untrained tokens; None where the run does not need them.
         raw_advantages: [T] advantages before `advantage.batch_normalize`.
@@ -103,6 +112,7 @@ class Batch:
     routes: Routes | None = None
     support: Ragged | None = None
     teacher: tuple[Ragged, Ragged] | None = None
+    pictures: BatchPictures | None = None
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     values: Tensor | None = None
@@ -137,16 +147,20 @@ class Batch:
         return {name: values for name, values in columns.items() if values is not None}
 
 
-def index_rows(rollouts: pl.LazyFrame, *, imitates: bool = False) -> pl.DataFrame:
+def index_rows(
+    rollouts: pl.LazyFrame, *, imitates: bool = False, placeholder: int | None = None
+) -> pl.DataFrame:
     """Collect the lengths, token range and sampling settings of every row in one streaming pass.
 
     `num_forwarded_tokens` is the cost of forwarding the row as a chain: the number of prompt and
     response tokens before the last trained token (or before the last token if none is trained).
     `num_untrained_at_start` is the number of tokens before the first trained one (undefined if none
-    is trained). With `imitates`, rows at temperature 0 are trained, too: see `to_batch`.
+    is trained). With `imitates`, rows at temperature 0 are trained, too: see `to_batch`. With the
+    `placeholder` of a model, there are facts about pictures: see `picture_facts`.
     """
-    has_sets = SUPPORT in rollouts.collect_schema()
-    rollouts = with_absent(_with_optional_columns(rollouts), ["images", SUPPORT, *TEACHER])
+    present = rollouts.collect_schema()
+    has_sets, has_pictures = SUPPORT in present, PICTURES in present
+    rollouts = with_absent(_with_optional_columns(rollouts), [SUPPORT, *TEACHER])
     if imitates:
         rollouts = rollouts.with_columns(_unscaled())
     greedy = _is_greedy()
@@ -174,7 +188,13 @@ def index_rows(rollouts: pl.LazyFrame, *, imitates: bool = False) -> pl.DataFram
         highest_token=pl.max_horizontal(
             prompt.max(), response.max(), *map(_highest_in_sets, (SUPPORT, TEACHER[0]))
         ),
-        has_images=(pl.col("images").list.len() > 0).fill_null(value=False),
+        pictures=pl.struct(*names, PICTURES).map_batches(
+            partial(picture_facts, placeholder=placeholder),
+            return_dtype=FACTS,
+            is_elementwise=True,
+        )
+        if has_pictures
+        else pl.lit(None, FACTS),
         has_logprobs=pl.col("rollout_logprobs").is_not_null(),
         has_support=pl.struct("loss_mask", SUPPORT, "rollout_logprobs").map_batches(
             covers_trained_tokens, return_dtype=pl.Boolean, is_elementwise=True
@@ -249,7 +269,7 @@ def read_rows(
             *OPTIONAL_COLUMNS,
             *(
                 name
-                for name in ("segments", ROUTING, SUPPORT, *TEACHER)
+                for name in ("segments", ROUTING, SUPPORT, PICTURES, *TEACHER)
                 if name in rows.collect_schema()
             ),
             *columns,
@@ -266,7 +286,11 @@ SIZES = ("num_targets", "num_response", "greedy", "truncated")
 
 
 def to_batch(
-    table: pl.DataFrame, max_row_tokens: int | None = None, *, imitates: bool = False
+    table: pl.DataFrame,
+    max_row_tokens: int | None = None,
+    *,
+    imitates: bool = False,
+    pictures: PictureReader | None = None,
 ) -> Batch:
     """Convert the table that `read_rows` returns to a batch.
 
@@ -274,12 +298,15 @@ def to_batch(
 
     Tokens beyond the first `max_row_tokens` of a row are excluded from training, as are rows at
     temperature 0. With `imitates`, for losses without advantages, the latter are trained at
-    temperature 1.
+    temperature 1. Pictures are shown if there is a reader of them.
     """
     if imitates:
         table = table.with_columns(_unscaled())
     prompts = _ragged(table["prompt_token_ids"])
     responses = _ragged(table["response_ids"])
+    shown: BatchPictures | None = None
+    if pictures is not None and PICTURES in table.columns:
+        prompts, responses, shown = place_pictures(prompts, responses, table[PICTURES], pictures)
     logprobs = _ragged(table["rollout_logprobs"])
     flat_logprobs = np.full(len(responses.values), np.nan, dtype=np.float32)
     flat_logprobs[np.repeat(logprobs.valid, responses.lengths)] = logprobs.values
@@ -324,6 +351,7 @@ def to_batch(
         routes=_routes(table),
         support=sets_of(table, responses.lengths),
         teacher=_teacher(table, responses.lengths),
+        pictures=shown,
     )
 
 

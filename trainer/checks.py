@@ -9,8 +9,9 @@
 
 A rule has the id of its error, an expression that is true where facts break it, and the parts of its
 message. Facts are a table with a column `name`, the place of the error: a row of the dataset from
-`trainer.batch.index_rows`, a model, or the dataset as a whole. `refuse` evaluates rules. The
-named invariants are not among them: `rollout_io.validate` refuses what breaks one.
+`trainer.batch.index_rows`, a model, or the dataset as a whole. `refuse` evaluates rules. Those about
+pictures are in `trainer.run.open_pictures`. The named invariants are not among them:
+`rollout_io.validate` refuses what breaks one.
 """
 
 from __future__ import annotations
@@ -244,12 +245,6 @@ ROWS = (
 )
 
 TRAINED = (
-    Rule(
-        "images_in_row",
-        pl.col("has_images"),
-        "its messages have images, which training does not show to the model",
-        applies=lambda config: config.data.images == "refuse",
-    ),
     Rule(
         "token_range",
         pl.col("highest_token") >= pl.col("vocab_size"),

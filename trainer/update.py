@@ -197,7 +197,12 @@ def ready_batch(
     """
     config, accelerator = run.config, run.accelerator
     every = share_rows(accelerator, rows, run.plan, groups, config)
-    batch = to_batch(every, config.batch.max_row_tokens, imitates=config.loss.is_supervised)
+    batch = to_batch(
+        every,
+        config.batch.max_row_tokens,
+        imitates=config.loss.is_supervised,
+        pictures=run.pictures,
+    )
     if config.loss.policy_loss_type == "distill":
         batch = without_sets(batch)
     lengths = chain_lengths(batch.prompts, batch.responses, batch.trains)

@@ -135,7 +135,8 @@ _EXAMPLE = "rollouts record --upstream http://127.0.0.1:8000/v1 --out rollouts/ 
 @click.option(
     "--tokenizer",
     metavar="DIR",
-    help="Directory of the engines' tokenizer, for --redact.  [default: --exact-prefix]",
+    help="Directory of the engines' model or tokenizer, for --redact and for the tokens of pictures."
+    "  [default: --exact-prefix]",
 )
 @click.option("--end-open", is_flag=True, help="On exit, also end open sessions, without a reward.")
 def record(

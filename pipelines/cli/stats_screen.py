@@ -92,6 +92,10 @@ def _counts(numbers: Mapping[str, Any]) -> Iterable[RenderableType]:
         f"({numbers['num_trained_tokens']:,} trained on)"
         f"{f', {environment:,} of the environment' if environment else ''}"
     )
+    if pictures := numbers["num_pictures"]:
+        tokens = numbers["num_picture_tokens"]
+        told = "an unknown number of tokens" if tokens is None else count(tokens, "token")
+        yield Text(f"{count(pictures, 'picture')} of {told}, as often as rows repeat them")
     if without:
         yield Text(f"{count(without, 'row')} without log-probabilities")
     if retokenized := numbers["num_rows_retokenized"]:

@@ -9,9 +9,11 @@ from typing import Literal, TypeAlias
 from pipelines.drift_diagnosis.breaks import Break
 from pipelines.drift_diagnosis.tokens import changed, returns
 from pipelines.drift_diagnosis.turns import Change, Reading
-from rollout_io.dataset.prefix_layout import Tokens
+from rollout_io.dataset.prefix_layout import Ids
 
-Cause = Literal["retokenized", "template", "edited", "reset", "new_agent", "overlap", "unknown"]
+Cause = Literal[
+    "retokenized", "template", "edited", "reset", "new_agent", "overlap", "picture", "unknown"
+]
 
 Told: TypeAlias = tuple[Cause, str]
 """A cause, and the evidence for it."""
@@ -37,6 +39,10 @@ HINTS: dict[Cause, str] = {
     "overlap": (
         "several calls branch from one history (parallel calls, retries, samples) and only one "
         "can continue it: train with sequence_layout = tree to forward shared tokens once"
+    ),
+    "picture": (
+        "the harness sends another picture where it sent one before (taken again, resized or "
+        "re-encoded): send earlier pictures unchanged, and append new ones"
     ),
     "unknown": "the ids do not show the cause: pass --tokenizer DIR, or convert with messages",
 }
@@ -65,21 +71,21 @@ class Parting:
         before: Prompt and response of the earlier step.
         num_prompt: Length of the earlier step's prompt.
         prompt: The prompt that does not continue the earlier step.
-        shared: Number of leading tokens that `before` and `prompt` share.
+        shared: Number of leading tokens that `before` and `prompt` share, pictures included.
     """
 
-    before: Tokens
+    before: Ids
     num_prompt: int
-    prompt: Tokens
+    prompt: Ids
     shared: int
 
     @property
-    def lost(self) -> Tokens:
+    def lost(self) -> Ids:
         """Tokens that the prompt should have contained after the shared ones."""
         return self.before[self.shared :]
 
     @property
-    def now(self) -> Tokens:
+    def now(self) -> Ids:
         """Tokens that the prompt contains instead of the lost ones."""
         return self.prompt[self.shared :]
 
@@ -93,7 +99,8 @@ class Parting:
 def tell(found: Break, parting: Parting, read: Callable[[], Reading | None]) -> Told:
     """Determine the cause of a break that resumes no earlier step, and the evidence for it.
 
-    Evidence is tried in this order: the prefix tree and the agents; text or messages; token ids.
+    Evidence is tried in this order: the prefix tree and the agents; pictures; text or messages; token
+    ids.
 
     Args:
         found: The break.
@@ -106,6 +113,8 @@ def tell(found: Break, parting: Parting, read: Callable[[], Reading | None]) -> 
         return "overlap", evidence
     if not len(parting.lost):
         return "overlap", "the prompt repeats that entire step, which another step continues"
+    if parting.lost[0] == parting.now[0]:
+        return _other_picture(found)
     reading = read()
     if found.is_new_agent and (reading is None or reading[0] not in _REPEATS):
         if found.fork >= 0:
@@ -119,6 +128,18 @@ def tell(found: Break, parting: Parting, read: Callable[[], Reading | None]) -> 
     if change == "system" and found.is_new_agent is False:
         return "reset", evidence
     return _BY_CHANGE[change], evidence
+
+
+def _other_picture(found: Break) -> Told:
+    """Explain a break at equal token ids: only a picture differs there."""
+    if found.fork >= 0:
+        return (
+            "overlap",
+            "the prompt repeats an entire earlier step, and then shows another picture",
+        )
+    if found.is_new_agent:
+        return "new_agent", "the first step of this agent"
+    return "picture", "the token ids are the same, but the picture at them is another"
 
 
 def _from_ids(found: Break, parting: Parting) -> Told:

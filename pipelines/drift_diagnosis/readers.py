@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipelines.drift_diagnosis.turns import Reading, Turn, compare
-from rollout_io.dataset.prefix_layout import Tokens
+from rollout_io.dataset.prefix_layout import Ids
 from rollout_io.retokenize import ChatTokenizer
 from schemas.messages import RETOKENIZED, sent_messages
 from schemas.ragged import BoolArray
@@ -25,9 +25,7 @@ Piece: TypeAlias = tuple[str, int | None]
 """Text between two special tokens, and the id of the second one (None at the end of the ids)."""
 
 
-def read_text(
-    before: Tokens, prompt: Tokens, shared: int, tokenizer: ChatTokenizer
-) -> Reading | None:
+def read_text(before: Ids, prompt: Ids, shared: int, tokenizer: ChatTokenizer) -> Reading | None:
     """Decode both sides, starting at the message in which they first differ, and compare them.
 
     Args:
@@ -84,7 +82,7 @@ def _num_ids(tokenizer: ChatTokenizer) -> int:
     return int(max(tokenizer.backend.get_vocab().values())) + 1
 
 
-def decode(ids: Tokens, tokenizer: ChatTokenizer) -> str:
+def decode(ids: Ids, tokenizer: ChatTokenizer) -> str:
     """Decode ids; show ids that the tokenizer does not know, and would drop, as <id>."""
     unknown = np.flatnonzero(_is_unknown(ids, tokenizer)).tolist()
     if not unknown:
@@ -95,20 +93,20 @@ def decode(ids: Tokens, tokenizer: ChatTokenizer) -> str:
     return texts[0] + "".join(a + b for a, b in zip(shown, texts[1:], strict=True))
 
 
-def turns_of_ids(ids: Tokens, tokenizer: ChatTokenizer) -> list[Turn]:
+def turns_of_ids(ids: Ids, tokenizer: ChatTokenizer) -> list[Turn]:
     """Decode ids and split them into messages at special tokens."""
     return _turns(_pieces(ids, tokenizer))
 
 
-def _is_unknown(ids: Tokens, tokenizer: ChatTokenizer) -> BoolArray:
+def _is_unknown(ids: Ids, tokenizer: ChatTokenizer) -> BoolArray:
     return np.asarray((ids < 0) | (ids >= _num_ids(tokenizer)))
 
 
-def _is_mark(ids: Tokens, tokenizer: ChatTokenizer) -> BoolArray:
+def _is_mark(ids: Ids, tokenizer: ChatTokenizer) -> BoolArray:
     return np.isin(ids, special_ids(tokenizer))
 
 
-def _message_start(kept: Tokens, tokenizer: ChatTokenizer) -> tuple[int, bool]:
+def _message_start(kept: Ids, tokenizer: ChatTokenizer) -> tuple[int, bool]:
     """Find where the last shared message starts, and whether it is the conversation's first."""
     marks = np.flatnonzero(_is_mark(kept, tokenizer))
     start = int(marks[-1]) if len(marks) else 0
@@ -118,7 +116,7 @@ def _message_start(kept: Tokens, tokenizer: ChatTokenizer) -> tuple[int, bool]:
     return (0 if whole else start), whole
 
 
-def _pieces(ids: Tokens, tokenizer: ChatTokenizer) -> list[Piece]:
+def _pieces(ids: Ids, tokenizer: ChatTokenizer) -> list[Piece]:
     marks = np.flatnonzero(_is_mark(ids, tokenizer))
     starts, ends = [0, *(marks + 1).tolist()], [*marks.tolist(), len(ids)]
     texts = [decode(ids[a:b], tokenizer) for a, b in zip(starts, ends, strict=True)]

@@ -24,11 +24,13 @@ from pipelines.merging.prefix_tree import PrefixTree, prefix_tree
 from pipelines.merging.segments import is_joined
 from pipelines.tables import Frame, as_lazy, over_tables
 from rollout_io.dataset.parallel import Workers
-from rollout_io.dataset.prefix_layout import Tokens, decode_prefixes, is_encoded
+from rollout_io.dataset.prefix_layout import Ids, decode_prefixes, is_encoded
 from rollout_io.dataset.reader import iter_tables, pieces, scan
 from rollout_io.dataset.storage import PathLike
 from rollout_io.retokenize import ChatTokenizer, load_tokenizer
+from schemas.columns import PICTURES
 from schemas.numpy_arrays import to_arrow
+from schemas.pictures import pictures_of
 from schemas.ragged import IntArray
 from schemas.types import PREFIX_TYPES
 
@@ -54,7 +56,10 @@ SCHEMA: dict[str, Any] = {
 }
 """Columns of the table of breaks (see `drift`)."""
 
-_TOKENS = ("trajectory_id", "step_index", "prompt_token_ids", "response_ids", "agent")
+_TOKENS = (
+    *("trajectory_id", "step_index", "prompt_token_ids", "response_ids", "agent"),
+    PICTURES,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,17 +161,18 @@ def diagnose(table: pa.Table, tokenizer: ChatTokenizer | None = None) -> Diagnos
         table = unmerge_table(decode_prefixes(table) if is_encoded(table) else table)
     tree = prefix_tree(table)
     steps = Steps.of(table, tree)
+    seen = steps.seen(pictures_of(table))
     agents = _agents(table)
     causes: dict[int, Told] = {}
     rows = []
-    for one in find_breaks(tree, steps, _continued(table, tree), agents):
+    for one in find_breaks(tree, seen, _continued(table, tree), agents):
         parting = _parting(one, tree, steps)
         if one.resumes:
             told = _left_for(one.row, causes, agents)
         else:
             told = tell(one, parting, partial(_read, table, one, parting, tokenizer))
         causes[one.row] = told
-        rows.append(_row(table, one, parting, told, tokenizer))
+        rows.append(_row(table, one, parting, told, _parting(one, tree, seen), tokenizer))
     has_prompt = tree.prompt > 0
     follows = has_prompt & (np.arange(table.num_rows) != tree.start)
     breaks = pl.DataFrame(rows, SCHEMA, orient="row")
@@ -224,10 +230,15 @@ def _read(
 
 
 def _row(
-    table: pa.Table, found: Break, parting: Parting, told: Told, tokenizer: ChatTokenizer | None
+    table: pa.Table,
+    found: Break,
+    parting: Parting,
+    told: Told,
+    seen: Parting,
+    tokenizer: ChatTokenizer | None,
 ) -> list[Any]:
     cause, evidence = told
-    meets = changed(parting.lost, parting.now) if len(parting.lost) else None
+    meets = changed(seen.lost, seen.now) if len(seen.lost) else None
     num_lost, num_now = meets or (len(parting.lost), len(parting.now))
     keeps = found.resumes or cause in KEEPS_TOKENS
     shown = (
@@ -250,5 +261,5 @@ def _row(
     ]
 
 
-def _text(ids: Tokens, tokenizer: ChatTokenizer | None) -> str | None:
+def _text(ids: Ids, tokenizer: ChatTokenizer | None) -> str | None:
     return None if tokenizer is None else decode(ids, tokenizer)

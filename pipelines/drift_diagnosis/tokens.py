@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from pipelines.merging.prefix_tree import Ancestry, PrefixTree
-from rollout_io.dataset.prefix_layout import Tokens, is_encoded
+from rollout_io.dataset.prefix_layout import Ids, is_encoded
+from schemas.pictures import identity_ids
 from schemas.ragged import IntArray, Ragged
 
 # 8 tokens in a row rarely recur by chance; the multiplier is 2**64 / golden ratio, made odd.
@@ -46,16 +47,23 @@ class Steps:
         begin = tree.shared if encoded else np.zeros(table.num_rows, np.int64)
         return cls(Ancestry(tree).holder, begin, tree.prompt, own, responses)
 
-    def prompt(self, row: int) -> Tokens:
-        """Decode the prompt of a row into an int32 array."""
+    def seen(self, pictures: pa.ChunkedArray | None) -> Steps:
+        """Return the rows with `identity_ids`, which tell the tokens of pictures apart."""
+        own = identity_ids(self.own, self.begin, pictures)
+        return replace(
+            self, own=own, responses=identity_ids(self.responses, self.prompt_lengths, pictures)
+        )
+
+    def prompt(self, row: int) -> Ids:
+        """Decode the prompt of a row."""
         return self._leading(row, int(self.prompt_lengths[row]))
 
-    def content(self, row: int) -> Tokens:
-        """Decode the prompt and response of a row into one int32 array."""
-        return np.concatenate([self.prompt(row), self.responses.row(row)]).astype(np.int32)
+    def content(self, row: int) -> Ids:
+        """Decode the prompt and response of a row into one array."""
+        return np.concatenate([self.prompt(row), self.responses.row(row)])
 
-    def _leading(self, row: int, stop: int) -> Tokens:
-        parts: list[Tokens] = []
+    def _leading(self, row: int, stop: int) -> Ids:
+        parts: list[Ids] = []
         while stop > 0:
             begin = int(self.begin[row])
             if stop > begin:
@@ -64,10 +72,10 @@ class Steps:
                 parts += [self.responses.row(row)[:rest], from_prompt]
                 stop = begin
             row = int(self.holder[row])
-        return np.concatenate([np.zeros(0, np.int32), *reversed(parts)]).astype(np.int32)
+        return np.concatenate([self.own.values[:0], *reversed(parts)])
 
 
-def changed(lost: Tokens, now: Tokens) -> tuple[int, int] | None:
+def changed(lost: Ids, now: Ids) -> tuple[int, int] | None:
     """Count the leading tokens of each list that differ before both agree again.
 
     The lists agree where their next 8 tokens are equal, or all remaining tokens of `lost` if there
@@ -90,7 +98,7 @@ def changed(lost: Tokens, now: Tokens) -> tuple[int, int] | None:
     return _meets_at_the_end(lost, now)
 
 
-def returns(response: Tokens, now: Tokens) -> bool:
+def returns(response: Ids, now: Ids) -> bool:
     """True if any 8 consecutive tokens of a response (or all, if it is shorter) occur in a prompt.
 
     False for an empty response.
@@ -101,23 +109,23 @@ def returns(response: Tokens, now: Tokens) -> bool:
     return bool(np.isin(_grams(response, size), _grams(now, size)).any())
 
 
-def _meets_at_the_end(lost: Tokens, now: Tokens) -> tuple[int, int] | None:
-    near = now[: 2 * len(lost) + _GRAM].astype(np.int32).tobytes()
+def _meets_at_the_end(lost: Ids, now: Ids) -> tuple[int, int] | None:
+    near = now[: 2 * len(lost) + _GRAM].astype(np.int64).tobytes()
     starts = range(max(0, len(lost) - _GRAM), len(lost))
-    places = ((start, _find(lost[start:].astype(np.int32).tobytes(), near)) for start in starts)
+    places = ((start, _find(lost[start:].astype(np.int64).tobytes(), near)) for start in starts)
     return min(((a, b) for a, b in places if b >= 0), key=sum, default=None)
 
 
 def _find(tokens: bytes, among: bytes) -> int:
-    """Find a run of int32 tokens in a longer one; return the index of the first match, or -1."""
+    """Find a run of int64 tokens in a longer one; return the index of the first match, or -1."""
     at = among.find(tokens)
-    # A match that does not start at a multiple of 4 bytes straddles two tokens.
-    while at % 4 and at >= 0:
+    # A match that does not start at a multiple of 8 bytes straddles two tokens.
+    while at % 8 and at >= 0:
         at = among.find(tokens, at + 1)
-    return at // 4
+    return at // 8
 
 
-def _grams(tokens: Tokens, size: int) -> npt.NDArray[np.uint64]:
+def _grams(tokens: Ids, size: int) -> npt.NDArray[np.uint64]:
     """[tokens - size + 1] Hash the `size` tokens starting at each position."""
     values = tokens.astype(np.uint64)
     count = len(tokens) - size + 1

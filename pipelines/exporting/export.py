@@ -24,7 +24,6 @@ from pipelines.exporting.pairs import UNKNOWN, labelled, pairs, selected
 from pipelines.exporting.steps import Tokens, index_steps
 from pipelines.merging.merge import merge_table
 from pipelines.rewards import trajectory_returns
-from rollout_io.dataset.blobs import IMAGES
 from rollout_io.dataset.checking import checked_tables
 from rollout_io.dataset.reader import iter_tables, scan
 from rollout_io.dataset.returns import dataset_outcome
@@ -144,8 +143,8 @@ class _Writing:
         for piece in read(self._dataset, decode=False):
             rows = merge_table(cast_table(piece))
             table = self._failures.leave_out(rows, done)
-            if IMAGES in table.column_names:
-                has_parts = list_lengths(table.column(IMAGES)) > 0
+            if "pictures" in table.column_names:
+                has_parts = list_lengths(table.column("pictures")) > 0
                 done.take_back(PICTURES, int(has_parts.sum()))
                 table = table.filter(pa.array(~has_parts)).combine_chunks()
             if self._dialect is not None and REDACTED in table.column_names:

@@ -24,6 +24,7 @@ from pipelines.rewards import are_equal, is_above, is_best
 from rollout_io.dataset.returns import Fold
 from rollout_io.dataset.storage import PathLike
 from rollout_io.dataset.trajectory_conditions import TrajectoryCondition
+from schemas.columns import PICTURES
 from schemas.errors import count
 from schemas.ragged import Ragged
 from schemas.types import as_table
@@ -166,14 +167,14 @@ def stale(policy_version: int, max_staleness: int) -> Filter:
 def duplicates(within: Literal["group", "dataset"] = "group") -> Filter:
     """Drop trajectories that repeat an earlier one token for token, whatever their rewards.
 
-    Duplicates have the same steps with the same prompts and responses. Failed trajectories are
+    Duplicates have the same steps with the same prompts, pictures and responses. Failed trajectories are
     ignored: they are neither dropped nor compared. Trajectories are compared by 96-bit digests:
     among ten million trajectories, the odds of a false match are 1 in 10^15.
 
     Args:
         within: Compare trajectories within each group, or across the dataset.
     """
-    names = ("prompt_token_ids", "response_ids", STEPS)
+    names = ("prompt_token_ids", "response_ids", PICTURES, STEPS)
     row = pl.struct(names).map_batches(_digests, return_dtype=pl.Int128, is_elementwise=True)
     first = pl.struct(_HEALTHY, "value").is_first_distinct()
     first = first.over(_GROUP) if within == "group" else first
@@ -250,18 +251,31 @@ def _digests(rows: pl.Series) -> pl.Series:
     table = as_table(rows.struct.unnest().select("prompt_token_ids", "response_ids"))
     prompts = Ragged.from_arrow(table.column("prompt_token_ids"))
     responses = Ragged.from_arrow(table.column("response_ids"))
+    spans_of = [_spans(entries) for entries in rows.struct.field(PICTURES)]
     totals = []
     for i, steps in enumerate(rows.struct.field(STEPS).to_list()):
         whole = {"start": 0, "length": len(responses.row(i))}
         spans = ((step["start"], step["length"]) for step in steps or [whole])
-        totals.append(sum(_digest(prompts.row(i), responses.row(i), *span) for span in spans))
+        parts = prompts.row(i), responses.row(i), spans_of[i]
+        totals.append(sum(_digest(*parts, *span) for span in spans))
     return pl.Series(rows.name, totals, dtype=pl.Int128)
 
 
-def _digest(prompt: Tokens, response: Tokens, start: int, length: int) -> int:
+def _spans(entries: pl.Series | None) -> list[tuple[int, str]]:
+    """Return the start and the text of each entry of `pictures` that `identity_ids` tells apart."""
+    rows = () if entries is None else entries.to_list()
+    return [(entry["start"], str(entry)) for entry in rows if None not in entry.values()]
+
+
+def _digest(
+    prompt: Tokens, response: Tokens, pictures: list[tuple[int, str]], start: int, length: int
+) -> int:
     """Hash one step of a row; its prompt is everything before response token `start`."""
     # Hash the prompt's length too: the same tokens, split differently, are a different step.
     digest = blake2b((len(prompt) + start).to_bytes(8, "big"), digest_size=12)
     for tokens in (prompt, response[: start + length]):
         digest.update(tokens.astype(np.int32).tobytes())
+    end = len(prompt) + start + length
+    for text in (text for at, text in pictures if at < end):
+        digest.update(text.encode())
     return int.from_bytes(digest.digest(), "big")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,7 @@ import polars as pl
 
 from pipelines.filtering.regions import regions, sequence_hashes
 from pipelines.filtering.verdicts import STEPS, Filter
+from schemas.columns import PICTURES
 from schemas.errors import ConfigError
 from schemas.extras import requires_extra
 from schemas.ragged import IntArray, Ragged, gather, offsets_of, zipped
@@ -32,7 +33,7 @@ def near_duplicates(similarity: float, within: Literal["group", "dataset"] = "gr
 
         similarity(a, b) = |S_a & S_b| / |S_a | S_b|          (Jaccard)
 
-    S is the set of all sequences of 5 adjacent tokens among the sampled tokens of each step and up
+    S is the set of all sequences of 5 adjacent tokens (`schemas.pictures.identity_ids`) among the sampled tokens of each step and up
     to 256 tokens before them. So a long system prompt that all trajectories share does not make them
     similar, but short answers to different questions differ. Merging changes no set. Failed
     trajectories are neither dropped nor compared.
@@ -63,7 +64,7 @@ def near_duplicates(similarity: float, within: Literal["group", "dataset"] = "gr
     with requires_extra("dedup", "near duplicates"):
         import rensa  # noqa: F401
 
-    names = ("prompt_token_ids", "response_ids", STEPS)
+    names = ("prompt_token_ids", "response_ids", PICTURES, STEPS)
     row = pl.struct(names).map_batches(_signatures, return_dtype=pl.Binary, is_elementwise=True)
 
     def repeats(found: pl.Series) -> pl.Series:
@@ -123,7 +124,7 @@ def _shingles(rows: pl.Series) -> Ragged:
     """Hash all sequences of 5 adjacent tokens of each row's regions, [N] rows of uint64."""
     found, owners = regions(rows, CONTEXT_TOKENS)
     padding = np.maximum(SHINGLE_TOKENS - found.lengths, 0)  # a shorter region is one sequence
-    padded = zipped(_constant(padding), found)
+    padded = zipped(_constant(padding, found.values.dtype), found)
     tokens = padded.values.astype(np.uint64)
     hashed = sequence_hashes(tokens, SHINGLE_TOKENS)
     lengths = padded.lengths - SHINGLE_TOKENS + 1
@@ -132,6 +133,6 @@ def _shingles(rows: pl.Series) -> Ragged:
     return Ragged(values, offsets_of(in_row), np.ones(len(rows), np.bool_))
 
 
-def _constant(lengths: IntArray) -> Ragged:
+def _constant(lengths: IntArray, dtype: np.dtype[Any]) -> Ragged:
     offsets = offsets_of(lengths)
-    return Ragged(np.full(offsets[-1], -1, np.int32), offsets, np.ones(len(lengths), np.bool_))
+    return Ragged(np.full(offsets[-1], -1, dtype), offsets, np.ones(len(lengths), np.bool_))

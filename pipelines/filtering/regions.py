@@ -7,6 +7,7 @@ import numpy.typing as npt
 import polars as pl
 
 from pipelines.filtering.verdicts import STEPS
+from schemas.pictures import identities
 from schemas.ragged import IntArray, Ragged, gather, offsets_of, zipped
 from schemas.types import as_table
 
@@ -34,7 +35,7 @@ def regions(rows: pl.Series, num_before: int) -> tuple[Ragged, IntArray]:
 
     Args:
         rows: [N] structs of `response_ids`, the joined steps (`STEPS`) and, unless `num_before` is
-            0, `prompt_token_ids`.
+            0, `prompt_token_ids`; with `pictures`, tokens are `identity_ids`.
         num_before: Maximum number of tokens before the sampled ones.
 
     Returns:
@@ -49,10 +50,12 @@ def regions(rows: pl.Series, num_before: int) -> tuple[Ragged, IntArray]:
         ([3, 4], [0])
     """
     table = as_table(rows.struct.unnest().drop(STEPS))
-    responses = Ragged.from_arrow(table.column("response_ids"))
-    parts = [responses]
     if num_before:
-        parts.insert(0, Ragged.from_arrow(table.column("prompt_token_ids")))
+        prompts, responses = identities(table)
+        parts = [prompts, responses]
+    else:
+        responses = Ragged.from_arrow(table.column("response_ids"))
+        parts = [responses]
     prompt_lengths = parts[0].lengths if num_before else np.zeros(len(rows), np.int64)
     steps = rows.struct.field(STEPS)
     counts = np.maximum(steps.list.len().fill_null(1).to_numpy().astype(np.int64), 1)

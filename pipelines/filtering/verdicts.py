@@ -23,7 +23,9 @@ from rollout_io.dataset.trajectory_conditions import (
     decided,
     evaluate,
 )
+from schemas.columns import PICTURES
 from schemas.errors import ConfigError, InputError, count
+from schemas.types import with_absent
 
 _IS_MASKED = "is masked"
 STEPS = "joined steps"
@@ -88,7 +90,7 @@ def judge(frame: Frame, filters: Filters, outcome: Outcome = "last") -> pl.DataF
     names = [f.name for f in filters]
     if len(set(names)) < len(names):
         raise ConfigError("unique_filter", "filters", ", ".join(names), "unique names")
-    frame = as_lazy(frame)
+    frame = with_absent(as_lazy(frame), [PICTURES])
     frame = frame.with_columns(joined_steps(frame).alias(STEPS))
     features, matches = {}, {}
     for number, rule in enumerate(filters):

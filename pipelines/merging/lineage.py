@@ -1,8 +1,8 @@
 """Find which earlier step each step continues; the resulting chains are merged into sequences.
 
 A step may continue an earlier step of its trajectory if its prompt starts with that step's prompt +
-response, token for token, and both agree in the columns that must not vary within a row (see
-`join_keys`). At most one step continues a given step: the earliest candidate.
+response, token for token and picture for picture, and both agree in the columns that must not vary
+within a row (see `join_keys`). At most one step continues a given step: the earliest candidate.
 
     consecutive   a step may continue only the step right before it, as in SkyRL's
                   merge_stepwise_output
@@ -29,7 +29,8 @@ from pipelines.tables import PER_TOKEN
 from rollout_io.dataset.prefix_layout import decode_prefixes, is_encoded
 from schemas.columns import COLUMN_BY_NAME
 from schemas.numpy_arrays import to_numpy
-from schemas.ragged import IntArray, Ragged
+from schemas.pictures import identities
+from schemas.ragged import IntArray
 
 Rule: TypeAlias = Literal["lineage", "consecutive"]
 
@@ -193,8 +194,7 @@ def _by_tokens(part: pa.Table, keys: list[int], steps_back: int) -> list[int]:
     See `_by_ancestors` for the result.
     """
     part = decode_prefixes(part) if is_encoded(part) else part
-    prompts = Ragged.from_arrow(part.column("prompt_token_ids"))
-    responses = Ragged.from_arrow(part.column("response_ids"))
+    prompts, responses = identities(part)
     prompt = [prompts.row(i).tobytes() for i in range(len(keys))]
     whole = [tokens + responses.row(i).tobytes() for i, tokens in enumerate(prompt)]
     end, first, above = _ends(prompt, whole)

@@ -9,7 +9,8 @@ import pyarrow as pa
 
 from rollout_io.dataset.prefix_layout import find_parents, is_encoded, trajectory_starts
 from schemas.numpy_arrays import filled, to_numpy
-from schemas.ragged import IntArray, Ragged, list_lengths
+from schemas.pictures import identities
+from schemas.ragged import IntArray, list_lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ def prefix_tree(table: pa.Table) -> PrefixTree:
 
     Args:
         table: Columns `trajectory_id`, `response_ids`, and `prompt_token_ids` or the columns of the
-            `prefix` layout.
+            `prefix` layout; `pictures` if there is one.
 
     Example:
         Prompts [1, 2], [1, 2, 3, 9] and [1, 7], responses [3], [4] and [5]:
@@ -56,10 +57,8 @@ def prefix_tree(table: pa.Table) -> PrefixTree:
         shared = to_numpy(table.column("prefix_length")).astype(np.int64)
         prompt = shared + list_lengths(table.column("prompt_suffix_ids"))
     else:
-        prompts = Ragged.from_arrow(table.column("prompt_token_ids"))
-        responses = Ragged.from_arrow(table.column("response_ids"))
-        parent, shared = find_parents(prompts, responses, starts)
-        prompt = prompts.lengths
+        parent, shared = find_parents(*identities(table), starts)
+        prompt = list_lengths(table.column("prompt_token_ids"))
     parent = np.where(parent < 0, -1, start + parent)
     return PrefixTree(starts, start, parent, shared, prompt, response)
 

@@ -167,16 +167,19 @@ def new_recorder(
     """Create a recorder and, if the settings ask for it, its continuation of chats by tokens."""
     redaction = Redaction.of(settings)
     metadata = DatasetMetadata(logprobs_mode=settings.logprobs_mode)
-    if settings.exact_prefix is None:
+    directory = settings.exact_prefix or settings.tokenizer
+    if directory is None:
         return Recorder(settings, metadata, tell, redaction), None
-    tokenizer = load_tokenizer(settings.exact_prefix)
+    is_exact = settings.exact_prefix is not None
+    tokenizer = load_tokenizer(directory, needs_template=is_exact)
     with_tokenizer = metadata.replace(
         tokenizer=tokenizer.name,
         tokenizer_fingerprint=tokenizer.fingerprint,
         vocab_size=tokenizer.vocab_size,
         chat_template_fingerprint=tokenizer.template_fingerprint,
     )
-    return Recorder(settings, with_tokenizer, tell, redaction), ExactPrefix(tokenizer)
+    recorder = Recorder(settings, with_tokenizer, tell, redaction)
+    return recorder, ExactPrefix(tokenizer) if is_exact else None
 
 
 def guarded_app(

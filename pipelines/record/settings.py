@@ -48,7 +48,8 @@ class RecordSettings:
         redact: Whether to replace secrets in what is recorded.
         patterns: Regular expressions of further secrets, by name.
         personal: Whether to replace personal data, too.
-        tokenizer: Directory of the engines' tokenizer, which `redact` needs; None: `exact_prefix`.
+        tokenizer: Directory of the engines' model or tokenizer, which `redact` needs, and by whose
+            image processor the tokens of pictures are found; None: `exact_prefix`.
     """
 
     out: str

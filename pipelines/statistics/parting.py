@@ -16,10 +16,10 @@ from rollout_io.dataset.prefix_layout import (
     is_encoded,
     trajectory_starts,
 )
-from rollout_io.dataset.reader import iter_tables
+from rollout_io.dataset.reader import iter_tables, scan
 from rollout_io.dataset.storage import PathLike
 from rollout_io.dataset.trajectory_conditions import task_of
-from schemas.columns import JOINED, TASK
+from schemas.columns import JOINED, PICTURES, TASK
 from schemas.numpy_arrays import filled, to_numpy
 from schemas.ragged import BoolArray, list_lengths
 from schemas.types import with_absent
@@ -99,7 +99,9 @@ def broken_prefixes(dataset: PathLike) -> pl.DataFrame:
         Columns trajectory_id and `broken prefixes`.
     """
     parts = []
+    present = scan(dataset).collect_schema()
     names = ["trajectory_id", "prompt_token_ids", "response_ids"]
+    names += [PICTURES] if PICTURES in present else []
     for piece in iter_tables(dataset, names, decode=False):
         table = piece if is_encoded(piece) else encode_prefixes(piece)
         starts = trajectory_starts(table)

@@ -35,7 +35,9 @@ from rollout_io.dataset.prefix_layout import (
 )
 from rollout_io.dataset.reader import iter_tables, pieces, scan
 from rollout_io.dataset.storage import PathLike
+from schemas.columns import PICTURES
 from schemas.numpy_arrays import filled, to_arrow, to_numpy
+from schemas.pictures import identity_ids, pictures_of
 from schemas.ragged import BoolArray, IntArray, Ragged
 
 LAYOUTS = ("step", "merge_consecutive", "merge_lineage", "tree_per_trajectory", "tree_per_group")
@@ -43,7 +45,10 @@ LAYOUTS = ("step", "merge_consecutive", "merge_lineage", "tree_per_trajectory", 
 MAX_OPEN_TOKENS = 1 << 26
 _STEP_TOKENS = 1 << 22
 
-_TOKENS = ("instance_id", "trajectory_id", "prompt_token_ids", "response_ids", "error")
+_TOKENS = (
+    *("instance_id", "trajectory_id", "prompt_token_ids", "response_ids", "error"),
+    PICTURES,
+)
 _JOINS = (
     *(*_TOKENS, "step_index", "is_last_step", "segments"),
     *(*SAME_IN_A_SEQUENCE, *(n for n in SAME_NULLNESS if n != "rollout_expert_indices"), "rewards"),
@@ -198,8 +203,12 @@ class _Suffixes:
     """Tokens that each row adds to its parent: the rest of its prompt, and its response."""
 
     def __init__(self, table: pa.Table) -> None:
-        self._prompt = Ragged.from_arrow(table.column("prompt_suffix_ids"))
-        self._response = Ragged.from_arrow(table.column("response_ids"))
+        suffix = Ragged.from_arrow(table.column("prompt_suffix_ids"))
+        response = Ragged.from_arrow(table.column("response_ids"))
+        shared = to_numpy(table.column("prefix_length")).astype(np.int64)
+        pictures = pictures_of(table)
+        self._prompt = identity_ids(suffix, shared, pictures)
+        self._response = identity_ids(response, shared + suffix.lengths, pictures)
 
     def insert(self, root: Node, tree: PrefixTree, start: int, end: int) -> list[int]:
         """Insert a trajectory; return how many leading tokens of each row the trie already had."""

@@ -20,8 +20,10 @@ from rollout_io.dataset.prefix_layout import is_encoded
 from rollout_io.dataset.reader import iter_tables, pieces, scan
 from rollout_io.dataset.returns import dataset_outcome
 from rollout_io.dataset.storage import PathLike
+from schemas.columns import PICTURES
 from schemas.messages import RETOKENIZED
 from schemas.numpy_arrays import to_arrow, to_frame, to_numpy
+from schemas.pictures import picture_lengths
 from schemas.ragged import Ragged, list_lengths, offsets_of
 from schemas.types import as_table
 
@@ -33,6 +35,8 @@ _LENGTHS: dict[str, pl.DataType] = {
     "trained": pl.Int64(),
     "without_logprobs": pl.Boolean(),
     "retokenized": pl.Boolean(),
+    "pictures": pl.Int64(),
+    "picture_tokens": pl.Int64(),
 }
 
 
@@ -53,8 +57,10 @@ def dataset_statistics(
     Returns:
         num_rows, num_trajectories, num_groups, num_failed, num_unknown_reward, num_tokens (prompt +
         response), num_prompt_tokens, num_response_tokens (sampled), num_environment_tokens (in
-        responses, but not sampled: tool results), num_trained_tokens,
-        num_rows_without_logprobs, num_rows_retokenized, rows_per_trajectory_{mean,max},
+        responses, but not sampled: tool results), num_trained_tokens, num_pictures and
+        num_picture_tokens (of all rows, as often as rows repeat them; tokens are null if those of a
+        picture are unknown), num_rows_without_logprobs,
+        num_rows_retokenized, rows_per_trajectory_{mean,max},
         {prompt,response}_tokens_per_row_{mean,max}, reward_{mean,min,max},
         num_groups_with_variance, num_groups_with_failed, stop_reasons (number of rows by reason).
     """
@@ -68,7 +74,8 @@ class Summary:
     Attributes:
         numbers: The result of `dataset_statistics`.
         lengths: One line per row of the dataset: trajectory_id; prompt, response, sampled (of
-            the response) and trained (numbers of tokens); without_logprobs; retokenized.
+            the response) and trained (numbers of tokens); without_logprobs; retokenized; pictures and
+            picture_tokens (null: unknown).
         returns: One line per trajectory: instance_id, trajectory_id, return, error.
     """
 
@@ -120,7 +127,9 @@ def _returns_and_reasons(
 
 
 def _used(frame: pl.LazyFrame) -> list[str]:
-    optional = [n for n in ("rollout_logprobs", "segments") if n in frame.collect_schema()]
+    optional = [
+        n for n in ("rollout_logprobs", "segments", PICTURES) if n in frame.collect_schema()
+    ]
     return [
         "trajectory_id",
         "prompt_token_ids",
@@ -144,7 +153,7 @@ def _lengths_of(frame: pl.LazyFrame) -> pl.DataFrame:
 
 
 def row_lengths(table: pa.Table) -> pl.DataFrame:
-    """Compute the lengths, number of trained tokens and missing log-probabilities of each row."""
+    """Compute the lengths, trained tokens, missing log-probabilities and pictures of each row."""
     response = list_lengths(table.column("response_ids"))
     if is_encoded(table):
         shared = to_numpy(table.column("prefix_length")).astype(np.int64)
@@ -157,6 +166,7 @@ def row_lengths(table: pa.Table) -> pl.DataFrame:
         without &= to_numpy(table.column("rollout_logprobs").is_null())
     has_source = "token_source" in table.column_names  # parts of logs lack it
     source = table.column("token_source") if has_source else pa.nulls(table.num_rows, pa.string())
+    num_pictures, picture_tokens = picture_lengths(table)
     columns = {
         "trajectory_id": table.column("trajectory_id"),
         "prompt": to_arrow(prompt),
@@ -165,6 +175,8 @@ def row_lengths(table: pa.Table) -> pl.DataFrame:
         "trained": to_arrow(np.diff(offsets_of(masks.values)[masks.offsets])),
         "without_logprobs": to_arrow(without),
         "retokenized": source,
+        "pictures": to_arrow(num_pictures),
+        "picture_tokens": picture_tokens,
     }
     frame = to_frame(columns).with_columns(pl.col("retokenized").eq_missing(RETOKENIZED))
     return frame.cast(pl.Schema(_LENGTHS))
@@ -180,6 +192,10 @@ def _rows(rows: pl.DataFrame) -> dict[str, Any]:
         "num_prompt_tokens": num_prompt,
         "num_response_tokens": num_sampled,
         "num_environment_tokens": num_response - num_sampled,
+        "num_pictures": int(rows["pictures"].sum()),
+        "num_picture_tokens": None
+        if rows["picture_tokens"].null_count()
+        else int(rows["picture_tokens"].sum()),
         "num_rows_without_logprobs": int(rows["without_logprobs"].sum()),
         "num_rows_retokenized": int(rows["retokenized"].sum()),
         "rows_per_trajectory_mean": steps.mean(),

@@ -15,6 +15,8 @@ from pipelines.view.runs import Run
 from pipelines.view.task_texts import first_steps
 from rollout_io.dataset.first_prompts import digest_of
 from rollout_io.dataset.message_facts import task_text
+from schemas.columns import PICTURES
+from schemas.pictures import identities
 from schemas.ragged import Ragged
 
 MAX_TASKS = 10_000
@@ -67,8 +69,9 @@ def _first_prompt(dataset: Dataset, number: int) -> bytes | None:
     if 0 not in steps:
         return None
     row = begin + steps.index(0)
-    prompt = dataset.reader.rows(row, row + 1, ["prompt_token_ids"]).column(0)
-    return digest_of(Ragged.from_arrow(prompt).row(0))
+    names = ["prompt_token_ids", "response_ids", *dataset.present(PICTURES)]
+    prompts, _ = identities(dataset.reader.rows(row, row + 1, names))
+    return digest_of(prompts.row(0))
 
 
 def text(dataset: Dataset, instance_id: str) -> dict[str, str | None]:

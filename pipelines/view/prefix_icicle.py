@@ -17,10 +17,12 @@ from pipelines.merging.segments import is_joined
 from pipelines.statistics.parting import sampled_mask
 from pipelines.view.dataset import Dataset
 from pipelines.view.runs import Run
-from rollout_io.dataset.prefix_layout import Tokens, common_prefix
+from rollout_io.dataset.prefix_layout import Ids, Tokens, common_prefix
 from rollout_io.retokenize.token_bytes import TokenBytes
 from rollout_io.terminal import whole_characters
+from schemas.columns import PICTURES
 from schemas.errors import InputError
+from schemas.pictures import identities
 from schemas.ragged import BoolArray, Ragged
 
 MAX_TOKENS = 50_000_000
@@ -32,7 +34,7 @@ SHOWN_CHARS = 300
 _SHOWN_IDS = 24
 _DIAGNOSED = (
     *("trajectory_id", "step_index", "prompt_token_ids", "response_ids", "agent"),
-    *("messages", "response_text", "token_source"),
+    *("messages", "response_text", "token_source", PICTURES),
 )
 
 
@@ -43,6 +45,7 @@ class _Row:
     Attributes:
         key: trajectory_id and step_index.
         tokens: [L] prompt and response.
+        ids: [L] their `identity_ids`, which tell pictures apart.
         sampled: [L] true for tokens that were sampled in this row.
         advantage: [L] advantages of its targets, NaN elsewhere; None if not recorded.
         breaks_at: First token that differs from the step that the row should continue; -1 if none.
@@ -52,6 +55,7 @@ class _Row:
 
     key: tuple[str, int]
     tokens: Tokens
+    ids: Ids
     sampled: BoolArray
     advantage: npt.NDArray[np.float64] | None
     breaks_at: int
@@ -103,6 +107,7 @@ def _rows(
     recorded = _advantages(dataset, run, update, list(values))
     prompts = Ragged.from_arrow(table.column("prompt_token_ids"))
     responses = Ragged.from_arrow(table.column("response_ids"))
+    seen = identities(table)
     spans = table.column("segments").to_pylist() if "segments" in names else [None] * table.num_rows
     keys = zip(*(table.column(n).to_pylist() for n in ("trajectory_id", "step_index")), strict=True)
     for i, key in enumerate(keys):
@@ -117,6 +122,7 @@ def _rows(
         yield _Row(
             key=key,
             tokens=np.concatenate([prompt, response]),
+            ids=np.concatenate([part.row(i) for part in seen]),
             sampled=np.concatenate([outside, sampled_mask(len(response), spans[i])]),
             advantage=advantage,
             breaks_at=breaks_at,
@@ -180,8 +186,8 @@ def _nodes(rows: list[_Row]) -> Iterator[_Node]:
     number = 0
     while todo:
         start, parent, passing = todo.pop()
-        first = passing[0].tokens[start:]
-        shared = (common_prefix(first, row.tokens[start:]) for row in passing[1:])
+        first = passing[0].ids[start:]
+        shared = (common_prefix(first, row.ids[start:]) for row in passing[1:])
         end = start + min(shared, default=len(first))
         sampled = np.logical_or.reduce([row.sampled[start:end] for row in passing])
         cuts = {start, *(start + 1 + np.flatnonzero(sampled[1:] != sampled[:-1])).tolist()}
@@ -199,7 +205,7 @@ def _nodes(rows: list[_Row]) -> Iterator[_Node]:
 def _by_token(rows: list[_Row], at: int) -> list[list[_Row]]:
     parts: dict[int, list[_Row]] = {}
     for row in rows:
-        parts.setdefault(int(row.tokens[at]), []).append(row)
+        parts.setdefault(int(row.ids[at]), []).append(row)
     return list(parts.values())
 
 

@@ -53,6 +53,11 @@ personal_option = click.option(
 )
 @pattern_option
 @personal_option
+@click.option(
+    "--keep-pictures",
+    is_flag=True,
+    help="Copy pictures and documents, which are not scanned.  [default: leave them out]",
+)
 @layout_option
 @workers_options
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
@@ -66,12 +71,13 @@ def redact(
     engine: Any,
     *,
     personal: bool,
+    keep_pictures: bool,
     as_json: bool,
 ) -> None:
     """Remove secrets from texts, token ids and metadata.
 
     A secret that is found once is removed everywhere. Replaced tokens are not trained on, and
-    `redacted` marks them. Pictures and documents in DS.blobs are not scanned.
+    `redacted` marks them. Pictures and documents cannot be scanned, so they are left out.
     """
     import polars as pl
 
@@ -87,6 +93,7 @@ def redact(
             out,
             rules,
             tokenizer=tokenizer,
+            keep_pictures=keep_pictures,
             layout=layout,
             workers=workers_of(workers, engine, dataset),
             progress=bar,
@@ -110,4 +117,5 @@ def show_report(report: Report) -> None:
         f"in {count(report.num_rows_with_marks, 'row')}"
     )
     if report.num_blobs:
-        note(f"{count(report.num_blobs, 'file')} in DS.blobs copied without a scan")
+        done = "copied without a scan" if report.keeps_pictures else "left out"
+        note(f"{count(report.num_blobs, 'file')} in DS.blobs {done}")

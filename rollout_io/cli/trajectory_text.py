@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
+import polars as pl
 
 from rollout_io.dataset.prefix_layout import common_prefix
 from rollout_io.terminal import printable
+from schemas.columns import PICTURES
 from schemas.messages import sent_messages
+from schemas.pictures import identities
+from schemas.types import as_table
 
 Decode = Callable[[Sequence[int]], str]
 Kind = Literal["trained", "masked", "observed"]
@@ -20,8 +23,15 @@ Kind = Literal["trained", "masked", "observed"]
 COLUMNS = (
     *("trajectory_id", "step_index", "prompt_token_ids", "response_ids", "loss_mask", "segments"),
     *("reward", "stop_reason", "agent", "error", "messages", "response_text", "token_source"),
+    PICTURES,
 )
 """Columns that a view uses; nullable columns may be absent."""
+
+_COMPARED: dict[str, Any] = {
+    "prompt_token_ids": pl.List(pl.Int32),
+    "response_ids": pl.List(pl.Int32),
+    PICTURES: pl.List(pl.Struct({"sha256": pl.String, "start": pl.Int32, "length": pl.Int32})),
+}
 
 MARKS: dict[Kind, tuple[str, str]] = {
     "trained": ("[+ ", " +]"),
@@ -99,12 +109,14 @@ def view_trajectory(rows: Sequence[dict[str, Any]], decode: Decode | None = None
         >>> [(s.kind, s.text) for s in view_trajectory([row]).steps[0].spans]
         [('trained', '3'), ('masked', '4')]
     """
-    before = np.zeros(0, np.int32)
+    columns = {name: [row.get(name) for row in rows] for name in _COMPARED}
+    prompts, responses = identities(as_table(pl.DataFrame(columns, _COMPARED)))
+    before = prompts.values[:0]
     steps = []
-    for row in rows:
-        prompt = np.asarray(row["prompt_token_ids"], np.int32)
-        steps.append(_step(row, prompt, common_prefix(before, prompt), decode))
-        before = np.concatenate([prompt, np.asarray(row["response_ids"], np.int32)])
+    for index, row in enumerate(rows):
+        shared = common_prefix(before, prompts.row(index))
+        steps.append(_step(row, shared, decode))
+        before = np.concatenate([prompts.row(index), responses.row(index)])
     errors = (row.get("error") for row in rows)
     return TrajectoryView(
         trajectory_id=rows[0]["trajectory_id"],
@@ -114,10 +126,8 @@ def view_trajectory(rows: Sequence[dict[str, Any]], decode: Decode | None = None
     )
 
 
-def _step(
-    row: dict[str, Any], prompt: npt.NDArray[np.int32], shared: int, decode: Decode | None
-) -> StepView:
-    new = prompt[shared:].tolist()
+def _step(row: dict[str, Any], shared: int, decode: Decode | None) -> StepView:
+    new = row["prompt_token_ids"][shared:]
     return StepView(
         step_index=row["step_index"],
         num_steps=_num_steps(row),

@@ -21,8 +21,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rollout_io.conversion import rejections
-from rollout_io.conversion.images import stored_in
 from rollout_io.conversion.joining import Recorded
+from rollout_io.conversion.pictures import stored_in
 from rollout_io.conversion.rejections import of_run, pointed
 from rollout_io.conversion.remote import named_rejection, named_table
 from rollout_io.conversion.rewards import Key, Outcome, settle

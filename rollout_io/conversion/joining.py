@@ -30,7 +30,7 @@ from rollout_io.formats.base import Conversation, Logged, Step, Trajectory
 from rollout_io.formats.parsing.completions import calls_in
 from rollout_io.formats.parsing.messages import text_of
 from rollout_io.formats.parsing.notes import note
-from schemas.columns import JOINED
+from schemas.columns import JOINED, PICTURES
 from schemas.errors import InputError, count
 from schemas.messages import is_answer
 from schemas.metadata import DatasetMetadata
@@ -41,8 +41,8 @@ _INDEXED = ("trajectory_id", "step_index", "response_text")
 _KEPT = (
     *("rollout_logprobs", "loss_mask", "rollout_expert_indices", "sampling_support"),
     *("stop_reason", "policy_version", "policy_versions"),
-    *("temperature", "top_p", "top_k", "sampling_extra", "token_source", "messages", "images"),
-    "response_text",
+    *("temperature", "top_p", "top_k", "sampling_extra", "token_source", "messages"),
+    *(PICTURES, "response_text"),
 )
 ROUTING = "rollout_expert_indices"
 _ARRAYS: dict[str, Any] = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from rollout_io.conversion.images import MEDIA_ROWS, images_of, with_images
 from rollout_io.conversion.joining import Recorded
+from rollout_io.conversion.pictures import entries_of, expansions_of, with_pictures
 from rollout_io.conversion.untokenized import Untokenized, json_of, step_of
 from rollout_io.dataset.opening import Version
 from rollout_io.formats.base import Completion, Conversation, Logged, Step, Trajectory
@@ -28,15 +28,16 @@ from rollout_io.formats.parsing.notes import note
 from rollout_io.formats.parsing.tokens import parse_ids, token_ids
 from rollout_io.formats.parsing.witnesses import holds, missing_word
 from rollout_io.retokenize.local import tokenizer_directory
-from rollout_io.retokenize.tokenizer import PICTURE
+from rollout_io.retokenize.tokenizer import PICTURE, picture_mark
 from schemas.errors import ConfigError, InputError, InvariantError, RolloutError
 from schemas.excerpts import quoted
 from schemas.messages import RETOKENIZED, SAID, is_answer, marked, media_in
 from schemas.metadata import DatasetMetadata
 
 if TYPE_CHECKING:
-    from rollout_io.retokenize import ChatTokenizer, Retokenized
+    from rollout_io.retokenize import ChatTokenizer
 
+MEDIA_ROWS = "re-tokenized rows with images or other parts that are not text"
 MEDIA = "images and other parts that are not text, each replaced by a mark such as [image]"
 PLACED = "images encoded as the placeholder of the chat template"
 LITERALS = "special tokens in texts, encoded as plain text"
@@ -65,7 +66,7 @@ class Retokenizer:
         """
         from rollout_io.retokenize import retokenize
 
-        picture = self.picture(conversation.messages)
+        picture = self._marks(conversation)
         messages = [dict(marked(message, picture)) for message in conversation.messages]
         encoded = retokenize(
             messages,
@@ -82,38 +83,38 @@ class Retokenizer:
         loss_mask = np.zeros_like(encoded.loss_mask)
         for start, length in answers:
             loss_mask[start : start + length] = True
-        return step_of(
+        step = step_of(
             conversation,
             prompt_token_ids=encoded.prompt_token_ids,
             response_ids=encoded.response_ids,
             rollout_logprobs=encoded.logprobs,
             loss_mask=loss_mask,
             spans=[(int(start), int(length)) for start, length in answers],
-            images=self._images(conversation.messages, picture, encoded),
-            response_text=_readable(messages[first:]).replace(PICTURE, "[image]"),
+            response_text=PICTURE.sub("[image]", _readable(messages[first:])),
             columns=conversation.columns,
         )
+        parts = _media(conversation)
+        if parts:
+            note(MEDIA_ROWS)
+            num_placed = sum(picture is not None and part["type"] == "image" for part in parts)
+            note(PLACED, num_placed)
+            note(MEDIA, len(parts) - num_placed)
+            step.pictures = entries_of(parts, step, lambda: self.tokenizer if picture else None)
+        return step
 
-    def picture(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
-        """Return the text that stands for a picture until the messages are rendered; None without one."""
-        has_pictures = any(part["type"] == "image" for m in messages for part in media_in(m))
-        if not has_pictures or self.tokenizer.placeholder is None:
+    def _marks(self, conversation: Conversation) -> Callable[[Mapping[str, Any]], str] | None:
+        """Return what stands for pictures until the messages are rendered; None without a placeholder."""
+        images = [part for part in _media(conversation) if part["type"] == "image"]
+        placeholder = self.tokenizer.placeholder if images else None
+        if placeholder is None or "\ufdd0" in json_of(conversation.messages):
             return None
-        return None if PICTURE in json_of(messages) else PICTURE
-
-    def _images(
-        self, messages: Sequence[Mapping[str, Any]], picture: str | None, encoded: Retokenized
-    ) -> list[dict[str, Any]] | None:
-        """Return the entries of the column `images`, and count what became of the parts."""
-        parts = [part for message in messages for part in media_in(message)]
-        if not parts:
-            return None
-        note(MEDIA_ROWS)
-        num_placed = sum(picture is not None and part["type"] == "image" for part in parts)
-        note(PLACED, num_placed)
-        note(MEDIA, len(parts) - num_placed)
-        token = None if picture is None else self.tokenizer.placeholder_id
-        return images_of(parts, token, encoded.prompt_token_ids, encoded.response_ids)
+        expansions = expansions_of(images, self.tokenizer, conversation.source)
+        self.tokenizer.expansions.clear()
+        if expansions is not None and (processor := self.tokenizer.processor) is not None:
+            for part, expansion in zip(images, expansions, strict=True):
+                text = placeholder.replace(processor.token, expansion.text)
+                self.tokenizer.expansions[picture_mark(part)] = text
+        return picture_mark
 
     def completion(self, text: Completion) -> Step:
         """Encode a prompt and a response without roles as one row, verbatim, without a template."""
@@ -187,7 +188,7 @@ def with_tokens(
     steps = []
     for step in with_answers(trajectory):
         if isinstance(step, Step):
-            steps.append(with_images(step, partial(_placeholder_id, tokenizer)))
+            steps.append(with_pictures(step, partial(_tokenizer_of_ids, tokenizer)))
         elif retokenizer is None:
             raise text_alone(step)
         elif isinstance(step, Completion):
@@ -198,8 +199,12 @@ def with_tokens(
     return steps
 
 
-def _placeholder_id(tokenizer: str | None) -> int | None:
-    return None if tokenizer is None else cached_tokenizer(tokenizer, None).placeholder_id
+def _tokenizer_of_ids(tokenizer: str | None) -> ChatTokenizer | None:
+    return None if tokenizer is None else cached_tokenizer(tokenizer, None)
+
+
+def _media(conversation: Conversation) -> list[Mapping[str, Any]]:
+    return [part for message in conversation.messages for part in media_in(message)]
 
 
 class TextAlone(InputError):

@@ -2,7 +2,7 @@
 
     DS.blobs/SHA256.png       one file per content: pictures, documents, recordings
 
-The column `images` and the parts of `messages` refer to a file by `sha256:` and its digest. A file
+The column `pictures` and the parts of `messages` refer to a file by `sha256:` and its digest. A file
 is written under a temporary name, synced and renamed before the shard that refers to it. Datasets
 that are made from others take along the files that their rows refer to.
 """
@@ -25,14 +25,17 @@ import pyarrow.parquet as pq
 from rollout_io.dataset.atomic_files import sync, writable
 from rollout_io.dataset.media_types import extension_of
 from rollout_io.dataset.storage import Location, PathLike, Paths, find_shards, move, temporary
+from schemas.columns import PICTURES
 from schemas.errors import InvariantError
+from schemas.metadata import upgrade, version_of
 from schemas.types import is_list
 
 SUFFIX = ".blobs"
-RULE = "image_reference"
+RULE = "picture_reference"
 PREFIX = "sha256:"
-IMAGES = "images"
-_REFERENCE = re.compile(r"(?:segments\.list\.element\.)?images\.list\.element\.blob")
+_REFERENCE = re.compile(
+    r"(?:segments\.list\.element\.)?(?:pictures\.list\.element\.sha256|images\.list\.element\.blob)"
+)
 _NAME = re.compile(r"([0-9a-f]{64})\.[a-z0-9]+")
 
 
@@ -85,7 +88,7 @@ class Blobs:
             stores: Stores that may have it.
 
         Raises:
-            InvariantError: `image_reference`: no store has the file, or its content was changed.
+            InvariantError: `picture_reference`: no store has the file, or its content was changed.
         """
         if name in self.files:
             return
@@ -175,22 +178,22 @@ def stores_of(dataset: Paths) -> list[Blobs]:
 
 
 def names_in(table: pa.Table) -> set[str]:
-    """Return the references in the column `images` of a table, and in the steps of merged rows."""
+    """Return the references in the column `pictures` of a table, and in the steps of merged rows."""
     found: set[str | None] = set()
     for column in _columns(table):
         entries = pc.list_flatten(column)
-        if pa.types.is_struct(entries.type) and entries.type.get_field_index("blob") >= 0:
-            found |= set(pc.struct_field(entries, "blob").unique().to_pylist())
+        if pa.types.is_struct(entries.type) and entries.type.get_field_index("sha256") >= 0:
+            found |= set(pc.struct_field(entries, "sha256").unique().to_pylist())
     return {name for name in found if name is not None}
 
 
 def _columns(table: pa.Table) -> Iterator[pa.ChunkedArray | pa.Array]:
-    if IMAGES in table.column_names and is_list(table.schema.field(IMAGES).type):
-        yield table.column(IMAGES)
+    if PICTURES in table.column_names and is_list(table.schema.field(PICTURES).type):
+        yield table.column(PICTURES)
     if "segments" in table.column_names:
         kind = table.schema.field("segments").type.value_type
-        if kind.get_field_index(IMAGES) >= 0:
-            yield pc.struct_field(pc.list_flatten(table.column("segments")), IMAGES)
+        if kind.get_field_index(PICTURES) >= 0:
+            yield pc.struct_field(pc.list_flatten(table.column("segments")), PICTURES)
 
 
 def names_in_files(shards: Iterable[PathLike]) -> set[str]:
@@ -201,7 +204,8 @@ def names_in_files(shards: Iterable[PathLike]) -> set[str]:
             paths = [file.schema.column(i).path for i in range(len(file.schema))]
             wanted = [path for path in paths if _REFERENCE.fullmatch(path)]
             for group in range(file.num_row_groups) if wanted else ():
-                found |= names_in(file.read_row_group(group, wanted))
+                table = file.read_row_group(group, wanted)
+                found |= names_in(upgrade(table, version_of(file.metadata.metadata)))
     return found
 
 
@@ -214,7 +218,7 @@ def carry(names: Iterable[str], sources: Iterable[PathLike], target: Blobs) -> l
         target: The store.
 
     Raises:
-        InvariantError: `image_reference`: a file is missing, or its content was changed.
+        InvariantError: `picture_reference`: a file is missing, or its content was changed.
     """
     lacking = sorted(name for name in names if name not in target.files)
     stores = [store for source in sources for store in stores_of(source)] if lacking else []

@@ -15,7 +15,7 @@ import polars as pl
 import pyarrow as pa
 
 import schemas
-from rollout_io.dataset.blobs import IMAGES, RULE, fault_of, names_in, stores_of
+from rollout_io.dataset.blobs import RULE, fault_of, names_in, stores_of
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.polars_sources import Rows
 from rollout_io.dataset.reader import (
@@ -28,6 +28,7 @@ from rollout_io.dataset.reader import (
 from rollout_io.dataset.shard_files import open_shards
 from rollout_io.dataset.storage import Paths, joined
 from schemas.checker import Checker, raise_errors
+from schemas.columns import PICTURES
 from schemas.structure_checks import STRUCTURE_COLUMNS
 from schemas.view import View
 
@@ -62,8 +63,8 @@ def check_blobs(path: Paths) -> Iterator[pl.DataFrame]:
     """Yield the rows of a dataset whose pictures are missing or were changed; each file is read once."""
     stores, faults, num_rows = stores_of(path), dict[str, str | None](), 0
     for shard in open_shards(path):
-        names = [name for name in (IMAGES, "trajectory_id", "step_index") if name in shard.names]
-        tables = shard.row_groups(names, is_checked=False) if IMAGES in names else ()
+        names = [name for name in (PICTURES, "trajectory_id", "step_index") if name in shard.names]
+        tables = shard.row_groups(names, is_checked=False) if PICTURES in names else ()
         at = num_rows
         for _, table in tables:
             for name in sorted(names_in(table) - faults.keys()):
@@ -76,12 +77,12 @@ def check_blobs(path: Paths) -> Iterator[pl.DataFrame]:
 
 def _faulty(table: pa.Table, faults: Mapping[str, str | None]) -> tuple[Any, ...]:
     rows, got = [], []
-    for row, entries in enumerate(table.column(IMAGES).to_pylist()):
-        names = [entry["blob"] for entry in entries or () if entry is not None]
+    for row, entries in enumerate(table.column(PICTURES).to_pylist()):
+        names = [entry["sha256"] for entry in entries or () if entry is not None]
         if found := next((fault for name in names if (fault := faults.get(name))), None):
             rows.append(row)
             got.append(found)
-    return np.array(rows, np.int64), IMAGES, got, "a file in DS.blobs", "{got}"
+    return np.array(rows, np.int64), PICTURES, got, "a file in DS.blobs", "{got}"
 
 
 def _breaches(path: Paths, workers: Workers | None = None) -> Iterator[pl.DataFrame]:

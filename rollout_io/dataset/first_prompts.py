@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from rollout_io.dataset.reader import iter_tables
+from rollout_io.dataset.reader import iter_tables, scan
 from rollout_io.dataset.storage import PathLike
+from schemas.columns import PICTURES
 from schemas.errors import count
 from schemas.numpy_arrays import to_arrow, to_numpy
+from schemas.pictures import identity_ids, pictures_of
 from schemas.ragged import Ragged
 
 _NAMES = ("instance_id", "step_index", "prompt_token_ids")
 
 
-def digest_of(prompt: npt.NDArray[np.int32]) -> bytes | None:
-    """Return a digest of the ids of a prompt, [P] int32; None if it is empty."""
-    tokens = np.ascontiguousarray(prompt).tobytes()
+def digest_of(prompt: npt.NDArray[np.integer[Any]]) -> bytes | None:
+    """Return a digest of the `identity_ids` of a prompt, [P]; None if it is empty."""
+    tokens = np.ascontiguousarray(prompt, np.int64).tobytes()
     return blake2b(tokens, digest_size=16).digest() if tokens else None
 
 
@@ -32,13 +35,17 @@ def mixed_groups(dataset: PathLike) -> tuple[list[str], int]:
     """
     first: dict[str, bytes] = {}
     mixed: dict[str, None] = {}
-    for table in iter_tables(dataset, _NAMES, decode=False):
+    present = scan(dataset).collect_schema()
+    names = [*_NAMES, *([PICTURES] if PICTURES in present else ())]
+    for table in iter_tables(dataset, names, decode=False):
         rows = np.flatnonzero(to_numpy(table.column("step_index")) == 0)
         # The first row of a trajectory has no prefix in another row.
         stored = "prompt_suffix_ids" if "prompt_suffix_ids" in table.column_names else _NAMES[-1]
-        prompts = Ragged.from_arrow(table.column(stored))
-        names = table.column("instance_id").take(to_arrow(rows)).to_pylist()
-        for name, row in zip(names, rows.tolist(), strict=True):
+        begins = np.zeros(table.num_rows, np.int64)
+        tokens = Ragged.from_arrow(table.column(stored))
+        prompts = identity_ids(tokens, begins, pictures_of(table))
+        groups = table.column("instance_id").take(to_arrow(rows)).to_pylist()
+        for name, row in zip(groups, rows.tolist(), strict=True):
             digest = digest_of(prompts.row(row))
             if digest is not None and first.setdefault(name, digest) != digest:
                 mixed[name] = None

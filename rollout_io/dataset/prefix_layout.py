@@ -14,13 +14,15 @@ import pyarrow as pa
 
 from schemas.columns import PREFIX_FIELDS
 from schemas.numpy_arrays import filled, to_arrow, to_numpy
+from schemas.pictures import identities
 from schemas.ragged import IntArray, Ragged, gather, offsets_of
 from schemas.structure_checks import changes
 from schemas.types import PREFIX_TYPES
 
 Tokens = npt.NDArray[np.int32]
+Ids = npt.NDArray[np.int32] | npt.NDArray[np.int64]
+"""Token ids, or the ids of `schemas.pictures.identity_ids`."""
 
-_TOKEN_BYTES = 4
 _ROOT = (-1, 0)
 
 
@@ -29,7 +31,8 @@ def encode_prefixes(table: pa.Table) -> pa.Table:
 
     A row's parent is the earlier row of its trajectory whose prompt + response shares the longest
     prefix with the row's prompt (the latest such row if there are several). A row that shares no
-    tokens with an earlier row is a root.
+    tokens with an earlier row is a root. Tokens of different pictures are different
+    (`schemas.pictures.identity_ids`).
 
     Args:
         table: Complete trajectories, rows in order.
@@ -44,8 +47,7 @@ def encode_prefixes(table: pa.Table) -> pa.Table:
         [[1, 2], [9]]
     """
     prompts = Ragged.from_arrow(table.column("prompt_token_ids"))
-    responses = Ragged.from_arrow(table.column("response_ids"))
-    parent, shared = find_parents(prompts, responses, trajectory_starts(table))
+    parent, shared = find_parents(*identities(table), trajectory_starts(table))
     lengths = prompts.lengths - shared
     suffix = gather(prompts.values, prompts.offsets[:-1] + shared, lengths)
     columns = [
@@ -92,8 +94,8 @@ def find_parents(prompts: Ragged, responses: Ragged, starts: IntArray) -> tuple[
     """Find the parent of each row within its trajectory, and the number of shared tokens.
 
     Args:
-        prompts: Prompts of N rows.
-        responses: Responses of N rows.
+        prompts: Prompts of N rows, as ids or as `identity_ids`.
+        responses: Responses of N rows, of the same dtype.
         starts: [T] index of the first row of each trajectory.
 
     Returns:
@@ -103,20 +105,21 @@ def find_parents(prompts: Ragged, responses: Ragged, starts: IntArray) -> tuple[
     """
     is_first = np.zeros(len(prompts.lengths), np.bool_)
     is_first[starts] = True
-    tree = _Tree()
+    width = prompts.values.itemsize
+    tree = _Tree(width)
     found: list[tuple[int, int]] = []
     rows = zip(is_first.tolist(), _rows(prompts), _rows(responses), strict=True)
     for begins, prompt, response in rows:
         if begins:
-            tree = _Tree()
+            tree = _Tree(width)
         found.append(tree.add(prompt + response, len(prompt)))
     parent, shared = np.array(found, np.int64).reshape(-1, 2).T
-    return parent, shared // _TOKEN_BYTES
+    return parent, shared // width
 
 
 def _rows(column: Ragged) -> Iterator[bytes]:
     """Yield the bytes of each row, which are faster to compare and slice than arrays."""
-    bounds = pairwise((column.offsets * _TOKEN_BYTES).tolist())
+    bounds = pairwise((column.offsets * column.values.itemsize).tolist())
     values = np.ascontiguousarray(column.values).data.cast("B")
     return (values[begin:end].tobytes() for begin, end in bounds)
 
@@ -151,7 +154,8 @@ class _Tree:
     paths of a link-cut tree).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, token_bytes: int) -> None:
+        self._token_bytes = token_bytes
         self._latest: _TokenRange | None = None
         self._num_steps = 0
 
@@ -168,9 +172,10 @@ class _Tree:
         """
         parent, shared = _ROOT
         exits: list[_Exit] = []
+        width = self._token_bytes
         run, at = self._latest, 0
         while run is not None:
-            num_held = _num_held(run.tokens, tokens, at)
+            num_held = _num_held(run.tokens, tokens, at, width)
             at += num_held
             common = at if at < num_prompt else num_prompt
             if shared < common:
@@ -181,10 +186,10 @@ class _Tree:
             if cut < len(run.exits) and run.exits[cut][0] == at:
                 branch = run.exits[cut][1]
                 cut += 1
-            following = branch.pop(tokens[at : at + _TOKEN_BYTES], None)
+            following = branch.pop(tokens[at : at + width], None)
             if num_held < len(run.tokens):
                 run.tokens, run.exits = run.tokens[num_held:], run.exits[cut:]
-                branch[run.tokens[:_TOKEN_BYTES]] = run
+                branch[run.tokens[:width]] = run
             if branch:
                 exits.append((at, branch))
             run = following
@@ -193,15 +198,16 @@ class _Tree:
         return parent, shared
 
 
-def _num_held(run: bytes, tokens: bytes, at: int) -> int:
+def _num_held(run: bytes, tokens: bytes, at: int, width: int) -> int:
     """Return the length in bytes of the common prefix of a range and `tokens[at:]`."""
     if tokens.startswith(run, at):
         return len(run)
-    rest = np.frombuffer(tokens, np.int32, offset=at)
-    return common_prefix(np.frombuffer(run, np.int32), rest) * _TOKEN_BYTES
+    kind = f"i{width}"
+    rest = np.frombuffer(tokens, kind, offset=at)
+    return common_prefix(np.frombuffer(run, kind), rest) * width
 
 
-def common_prefix(a: Tokens, b: Tokens) -> int:
+def common_prefix(a: Ids, b: Ids) -> int:
     """Return the length of the longest common prefix.
 
     Example:

@@ -51,14 +51,13 @@ class Shard:
         self.state = state_of(location.path) if location.is_local else None
         self.num_rows: int = file.metadata.num_rows
         self.pairs = file.metadata.metadata or {}
-        self._stored: list[str] = file.schema_arrow.names
+        empty = upgraded(empty_table(file.schema_arrow.remove_metadata()), self.pairs)
+        self._stored = dict(zip(empty.column_names, file.schema_arrow.names, strict=True))
         added = [f for f in partition_fields(partition) if f.name not in self._stored]
-        self.names = [*self._stored, *(f.name for f in added)]
+        self.names = [*empty.column_names, *(f.name for f in added)]
         self.encoded = _is_encoded(self.names)
         self.aligned = self.encoded or layout_of(self.pairs) is not None
-        empty = empty_table(file.schema_arrow.remove_metadata())
-        stored = _logical_schema(plain_table(upgraded(empty, self.pairs)).schema)
-        self.schema = pa.schema([*stored, *added])
+        self.schema = pa.schema([*_logical_schema(plain_table(empty).schema), *added])
 
     @classmethod
     def open(
@@ -142,8 +141,7 @@ class Shard:
     ) -> pa.Table:
         with _readable(self.location, index):
             # Threads that read through a Python file object can outlive the interpreter.
-            present = frozenset(self._stored)
-            columns = [name for name in names if name in present]
+            columns = [self._stored[name] for name in names if name in self._stored]
             table = file.read_row_group(index, columns=columns, use_threads=self.location.is_local)
             # A name with dots also selects the fields of a struct, and "a" also selects "a.b".
             wanted = frozenset(columns)

@@ -200,7 +200,7 @@ class Step(msgspec.Struct, kw_only=True, gc=False):
     sampling_extra: str | None = None
     agent: str | None = None
     messages: str | None = None
-    images: list[dict[str, Any]] | None = None
+    pictures: list[dict[str, Any]] | None = None
     response_text: str | None = None
     metrics: dict[str, float] | None = None
     columns: Mapping[str, pa.Scalar] = msgspec.field(default_factory=dict)

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rollout_io.dataset.blobs import IMAGES, RULE, SUFFIX, stores_of
+from rollout_io.dataset.blobs import RULE, SUFFIX, stores_of
 from rollout_io.dataset.media_types import MEDIA_TYPES, extension_of
 from rollout_io.dataset.storage import PathLike
+from schemas.columns import PICTURES
 from schemas.errors import InvariantError
+from schemas.ragged import relisted
 
 
 class PictureBytes:
@@ -31,18 +32,18 @@ class PictureBytes:
         self._dataset, self._stores = dataset, stores_of(dataset)
 
     def restored_in(self, table: pa.Table) -> pa.Table:
-        """Return a table whose `messages` have the bytes, without the column `images`.
+        """Return a table whose `messages` have the bytes, without the column `pictures`.
 
         The same applies to the steps of merged rows, in `segments`.
         """
-        if IMAGES in table.column_names:
+        if PICTURES in table.column_names:
             if "messages" in table.column_names:
                 table = _replaced(table, "messages", self._texts(table.column("messages")))
-            table = table.drop_columns([IMAGES])
+            table = table.drop_columns([PICTURES])
         if "segments" not in table.column_names:
             return table
         column = table.column("segments").combine_chunks()
-        if not {IMAGES, "messages"} & {f.name for f in column.type.value_type}:
+        if not {PICTURES, "messages"} & {f.name for f in column.type.value_type}:
             return table
         lists = pa.concat_arrays(column.chunks) if isinstance(column, pa.ChunkedArray) else column
         return _replaced(table, "segments", self._segments(lists))
@@ -50,13 +51,10 @@ class PictureBytes:
     def _segments(self, lists: pa.ListArray) -> pa.ListArray:
         steps = pc.list_flatten(lists)
         fields = {f.name: pc.struct_field(steps, f.name) for f in steps.type}
-        fields.pop(IMAGES, None)
+        fields.pop(PICTURES, None)
         if "messages" in fields:
             fields["messages"] = self._texts(fields["messages"])
-        made = pa.StructArray.from_arrays([*fields.values()], [*fields])
-        sizes = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
-        offsets = pa.array(np.concatenate([[0], np.cumsum(sizes)]), pa.int32())
-        return pa.ListArray.from_arrays(offsets, made, mask=lists.is_null())
+        return relisted(lists, pa.StructArray.from_arrays([*fields.values()], [*fields]))
 
     def _texts(self, column: pa.ChunkedArray | pa.Array) -> pa.Array:
         return pa.array([self.restored(text) for text in column.to_pylist()], pa.string())
@@ -65,19 +63,11 @@ class PictureBytes:
         """Return the JSON of messages with the bytes of all pictures."""
         if text is None or '"blob"' not in text:
             return text
-        return json.dumps(self.in_messages(json.loads(text)), ensure_ascii=False)
+        return json.dumps(with_parts(json.loads(text), self._part), ensure_ascii=False)
 
     def in_messages(self, value: Any) -> Any:
         """Return messages with the bytes of all pictures."""
-        if isinstance(value, list):
-            return [self.in_messages(each) for each in value]
-        if not isinstance(value, dict):
-            return value
-        if isinstance(value.get("blob"), str) and "type" in value:
-            return self._part(value)
-        return {
-            k: self.in_messages(v) if k in {"content", "output"} else v for k, v in value.items()
-        }
+        return with_parts(value, self._part)
 
     def _part(self, part: Mapping[str, Any]) -> dict[str, Any]:
         name = part["blob"]
@@ -99,6 +89,19 @@ class PictureBytes:
             return {"type": "input_audio", "input_audio": sound}
         named = {"filename": part["name"]} if "name" in part else {}
         return {"type": "file", "file": {"file_data": url, **named}}
+
+
+def with_parts(value: Any, replaced: Callable[[Mapping[str, Any]], Any]) -> Any:
+    """Return messages with another value for each part that refers to a file of the store."""
+    if isinstance(value, list):
+        return [with_parts(each, replaced) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if isinstance(value.get("blob"), str) and "type" in value:
+        return replaced(value)
+    return {
+        k: with_parts(v, replaced) if k in {"content", "output"} else v for k, v in value.items()
+    }
 
 
 def _replaced(table: pa.Table, name: str, values: pa.Array) -> pa.Table:

@@ -47,7 +47,7 @@ class Findings:
         secrets: The secrets of each kind; some have several literals.
         num_marks: Number of marks that earlier redactions may have used.
         num_rows: Number of rows whose new text contains a secret of each kind.
-        blobs: Names of the pictures and documents of the rows, which are not scanned.
+        blobs: Names of the pictures and documents of the rows.
     """
 
     literals: dict[bytes, None] = field(default_factory=dict)
@@ -140,7 +140,7 @@ class Findings:
 
 
 def _is_scanned(field: pa.Field) -> bool:
-    return field.name not in {*_TOKENS, "images", "trajectory_id"} and not _holds_numbers(field)
+    return field.name not in {*_TOKENS, "pictures", "trajectory_id"} and not _holds_numbers(field)
 
 
 def _holds_numbers(field: pa.Field) -> bool:
@@ -174,7 +174,8 @@ class Report:
         num_rows_with_marks: Number of rows with replaced response tokens.
         num_tokens_replaced: Number of response tokens that were replaced.
         fill_token_id: The id that replaces the ids of secrets.
-        num_blobs: Number of pictures and documents, which were copied without a scan.
+        num_blobs: Number of pictures and documents of the rows.
+        keeps_pictures: True if they were copied without a scan, false if they were left out.
     """
 
     kinds: dict[str, dict[str, int]]
@@ -184,6 +185,7 @@ class Report:
     num_tokens_replaced: int
     fill_token_id: int
     num_blobs: int
+    keeps_pictures: bool
 
 
 def redact(
@@ -192,6 +194,7 @@ def redact(
     rules: Rules,
     *,
     tokenizer: str | None = None,
+    keep_pictures: bool = False,
     layout: Layout | None = None,
     workers: Workers | None = None,
     progress: Any = None,
@@ -208,6 +211,8 @@ def redact(
         out: Directory to write.
         rules: What to look for.
         tokenizer: Directory of the dataset's tokenizer; None: the one that the dataset names.
+        keep_pictures: Copy pictures and documents of the rows, which are not scanned; if false, the
+            new dataset has none of them.
         layout: Layout of the new dataset; None: as in `dataset`.
         workers: Processes that do the work; None: this process.
         progress: Called with the number of rows of each pass since the last call.
@@ -226,7 +231,7 @@ def redact(
     for num_rows, found in workers.map_in_order(scanning, pieces(dataset)):
         findings.add(found)
         tell(num_rows)
-    redactor = Redactor(findings.known, vocabulary)
+    redactor = Redactor(findings.known, vocabulary, keep_pictures)
     made = redacted_metadata(metadata, redactor, rules, [dataset])
     counts = rewrite(
         dataset,
@@ -244,7 +249,7 @@ def redact(
         for kind, secrets in sorted(findings.secrets.items())
     }
     num_secrets = len(set[bytes]().union(*findings.secrets.values()))
-    rest = (num_rows, num_tokens, redactor.fill, len(findings.blobs))
+    rest = (num_rows, num_tokens, redactor.fill, len(findings.blobs), keep_pictures)
     return Report(kinds, num_secrets, counts.num_rows_after, *rest)
 
 
@@ -258,6 +263,7 @@ def redacted_metadata(
         patterns=[name for name, _ in rules.patterns],
         expressions=rules.checksum,
         personal=rules.personal,
+        keep_pictures=redactor.keep_pictures,
         num_literals=len(redactor.literals.secrets),
         fill_token_id=redactor.fill,
     )

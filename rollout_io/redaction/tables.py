@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 
 from rollout_io.dataset.prefix_layout import find_parents, trajectory_starts
 from rollout_io.redaction.literals import Literals
+from rollout_io.redaction.pictures import without_pictures
 from rollout_io.redaction.values import Replacer, has_text, replaced_sets
 from rollout_io.retokenize.token_bytes import TokenBytes
 from schemas.columns import COLUMNS, Length
@@ -25,7 +26,7 @@ REDACTED = "redacted"
 _CONTEXT_TOKENS = 8192
 _KEPT = {"rewards", "policy_versions"}  # they tell nothing of a token, and sum up to other columns
 _BY_TOKEN = {c.name: c.type for c in COLUMNS if c.length is Length.RESPONSE and c.type is not None}
-_HANDLED = {"prompt_token_ids", "response_ids", "images", ROUTING, *_BY_TOKEN}
+_HANDLED = {"prompt_token_ids", "response_ids", "pictures", ROUTING, *_BY_TOKEN}
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,12 @@ class Redactor:
     Attributes:
         literals: The secrets.
         vocabulary: Bytes of the tokens of the dataset's tokenizer.
+        keep_pictures: Keep the references to pictures and documents, which are not scanned.
     """
 
     literals: Literals
     vocabulary: TokenBytes
+    keep_pictures: bool = False
 
     @cached_property
     def fill(self) -> int:
@@ -79,13 +82,13 @@ class Redactor:
         ids = np.where(marks, np.int32(self.fill), whole.values)
         in_prompt = ranges(whole.offsets[:-1], prompts.lengths)
         in_response = whole.offsets[:-1] + prompts.lengths
-        made = {
+        ids_by_name = {
             "prompt_token_ids": Ragged(ids[in_prompt], prompts.offsets, prompts.valid),
             "response_ids": Ragged(
                 ids[ranges(in_response, responses.lengths)], responses.offsets, responses.valid
             ),
         }
-        columns = {name: ragged.to_arrow(pa.int32()) for name, ragged in made.items()}
+        columns = {name: ragged.to_arrow(pa.int32()) for name, ragged in ids_by_name.items()}
         for name in _BY_TOKEN.keys() - _KEPT - {REDACTED}:
             if name in table.column_names:
                 column = table.column(name)
@@ -108,7 +111,8 @@ class Redactor:
             if field.name not in _HANDLED and has_text(field.type):
                 columns[field.name] = self.replacer.column(table.column(field.name), field.name)
         columns["trajectory_id"] = _trajectory_ids(table, columns["instance_id"])
-        return _with_columns(table, columns)
+        made = _with_columns(table, columns)
+        return made if self.keep_pictures else without_pictures(made)
 
     def _refuse_unknown(self, ids: np.ndarray) -> None:
         size = len(self.vocabulary.offsets) - 1

@@ -172,6 +172,7 @@ def _made(tokenizer: ChatTokenizer, marks: dict[str, str], where: str) -> Litera
         tokenizer.name,
         tokenizer.backend,
         tokenizer.template_kwargs,
+        tokenizer.expansions,
         marks=marks,
         names=names,
         renamed=_renamed(tokenizer, names, where),

@@ -16,6 +16,7 @@ from typing import Any
 from rollout_io.dataset.opening import refuse_irregular
 from rollout_io.retokenize.chat_template import find_template
 from rollout_io.retokenize.local import tokenizer_directory, vocabulary_fingerprint
+from rollout_io.retokenize.processor import PictureProcessor, load_processor
 from rollout_io.startup import importing_transformers
 from schemas.errors import InputError, RolloutError
 from schemas.extras import requires_extra
@@ -24,11 +25,17 @@ Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
 _IN_TEXT = frozenset({"", "<think>", "</think>"})
 _MARKER = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)
-PICTURE = "\ufdd0picture\ufdd1"
-"""Text that stands for a picture until a conversation is rendered: no text has these code points."""
+PICTURE = re.compile("\ufdd0[^\ufdd1]*\ufdd1")
+"""Texts that stand for a picture until a conversation is rendered: no text has these code points."""
 _LONE = re.compile("[\ud800-\udfff]")
+
+
+def picture_mark(part: Message) -> str:
+    """Return the text that stands for a picture of messages until they are rendered."""
+    return f"\ufdd0{part.get('blob', '')}\ufdd1"
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,11 +46,14 @@ class ChatTokenizer:
         name: Directory from which the tokenizer was loaded.
         backend: The Transformers tokenizer; `chat_template` is the template in use.
         template_kwargs: Arguments of every template call, such as `enable_thinking`.
+        expansions: Texts in place of the placeholder, by the text that stands for the picture
+            (`picture_mark`); `encode` writes the placeholder for all others.
     """
 
     name: str
     backend: Any
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    expansions: dict[str, str] = field(default_factory=dict)
 
     @property
     def eos_token(self) -> str | None:
@@ -159,6 +169,11 @@ class ChatTokenizer:
         same = [token for token in added if self.decode([token]) == named]
         return int((same or added[len(added) // 2 :])[0]) if added else None
 
+    @cached_property
+    def processor(self) -> PictureProcessor | None:
+        """The image processor of the directory; None without one (see `load_processor`)."""
+        return load_processor(tokenizer_directory(self.name), self.backend)
+
     def added_text(self, *, system: bool) -> str:
         """Return the text that the chat template adds to a user message.
 
@@ -263,9 +278,11 @@ class ChatTokenizer:
         return ids
 
     def with_placeholders(self, texts: Sequence[str]) -> list[str]:
-        """Replace each `PICTURE` by the placeholder of the chat template."""
-        placeholder = self.placeholder if any(PICTURE in text for text in texts) else None
-        return [text.replace(PICTURE, placeholder) if placeholder else text for text in texts]
+        """Replace each `PICTURE` by its expansion, or by the placeholder of the chat template."""
+        return [PICTURE.sub(self._expanded, text) for text in texts]
+
+    def _expanded(self, mark: re.Match[str]) -> str:
+        return self.expansions.get(mark[0], self.placeholder or mark[0])
 
     @staticmethod
     def refuse_lone_surrogates(texts: Sequence[str], places: Sequence[str]) -> None:

@@ -21,3 +21,14 @@ def write_example(tmp_path):
     with RolloutWriter(tmp_path / "ds", layout="full") as writer:
         writer.write(pa.table(STEPS))
     return tmp_path / "ds" / "part-00000.parquet"
+
+
+def seen_tokens(row):
+    """What the model saw at each token: the id, and the picture and the offset in its span."""
+    tokens = [(token,) for token in row["prompt_token_ids"] + row["response_ids"]]
+    for picture in row.get("pictures") or ():
+        sha256, start, length = picture["sha256"], picture["start"], picture["length"]
+        if sha256 is not None and start is not None:
+            for offset in range(length):
+                tokens[start + offset] += (sha256, length, offset)
+    return tokens

@@ -13,7 +13,7 @@ import pyarrow as pa
 import torch
 from accelerate import Accelerator
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import rollout_io
 from schemas.metadata import DatasetMetadata
@@ -52,6 +52,13 @@ def tiny_llama(seed: int = 0, **settings: Any) -> LlamaForCausalLM:
     }
     config = LlamaConfig(**(defaults | settings))
     return LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
+
+
+class Layerless(PreTrainedModel):
+    """A model without layers of the usual kind."""
+
+    def __init__(self) -> None:
+        super().__init__(LlamaConfig())
 
 
 def tiny_policy(*, chunk: int = 1024, **settings: Any) -> Policy:

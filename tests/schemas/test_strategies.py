@@ -18,7 +18,12 @@ SHAPES = {
     "no call": lambda rows: not rows[0]["response_ids"],
     "a row that does not train": lambda rows: any(not any(r["loss_mask"]) for r in rows),
     "a picture at a token": lambda rows: any(
-        image["position"] is not None for r in rows for image in r.get("images") or ()
+        picture["start"] is not None for r in rows for picture in r.get("pictures") or ()
+    ),
+    "a picture of two steps": lambda rows: any(
+        picture in (a.get("pictures") or ()) and picture["start"] is not None
+        for a, b in pairwise(rows)
+        for picture in b.get("pictures") or ()
     ),
     "metrics": lambda rows: any(r.get("metrics") for r in rows),
     "messages of tools": lambda rows: any(

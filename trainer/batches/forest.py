@@ -9,7 +9,7 @@ prefixes form branching trees.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,7 @@ class Forest:
         sets: Sets of ids over which the targets are normalised; None: the entire vocabulary.
         teacher: A teacher's most likely ids of the targets; None: no divergence from a teacher.
         chains: Lengths of the chains; None on the CPU, where counting them costs nothing.
+        pictures: Pictures that the tokens show; None: there are none.
     """
 
     token_ids: Tensor
@@ -53,6 +54,7 @@ class Forest:
     sets: TargetSets | None = None
     teacher: TeacherSets | None = None
     chains: ChainLayout | None = None
+    pictures: Pictures | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -81,8 +83,15 @@ class Forest:
         routes = None if self.routes is None else to_device(self.routes, device)
         sets = None if self.sets is None else self.sets.to(device)
         teacher = None if self.teacher is None else self.teacher.to(device)
-        arrays_there = dict(zip(ARRAYS, moved, strict=True))
-        return Forest(**arrays_there, routes=routes, sets=sets, teacher=teacher, chains=chains)
+        pictures = None if self.pictures is None else self.pictures.to(device)
+        return Forest(
+            **dict(zip(ARRAYS, moved, strict=True)),
+            routes=routes,
+            sets=sets,
+            teacher=teacher,
+            chains=chains,
+            pictures=pictures,
+        )
 
 
 ARRAYS = (
@@ -93,6 +102,29 @@ ARRAYS = (
     "target_token",
     "target_slot",
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pictures:
+    """D distinct pictures of a micro-batch, and the P tokens whose embeddings their features replace.
+
+    Attributes:
+        node: [P] int64 ascending position of each of these tokens in the forest.
+        feature: [P] int64 index of its feature among those of the D pictures, one after another.
+        ends: [D + 1] int64 cumulative numbers of features of the D pictures, from 0.
+        load: Reads the pictures, and returns what the image processor makes of each: D mappings from
+            names to tensors.
+    """
+
+    node: Tensor
+    feature: Tensor
+    ends: Tensor
+    load: Callable[[], Sequence[Mapping[str, Tensor]]]
+
+    def to(self, device: torch.device) -> Pictures:
+        """Copy the indices to another device."""
+        node, feature, ends = (to_device(a, device) for a in (self.node, self.feature, self.ends))
+        return Pictures(node=node, feature=feature, ends=ends, load=self.load)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,8 +180,11 @@ class ChainLayout:
         )
 
 
-def attention_mask(subtree_end: Tensor) -> Tensor:
+def attention_mask(subtree_end: Tensor, reach: Tensor | None = None) -> Tensor:
     """Return [1, 1, N, N] bool, true where query q (rows) may attend to key k (columns).
+
+    `reach` ([N] int64) is the end of the tokens that each query sees: that of its picture, if the
+    tokens of a picture see each other; None: each sees the tokens up to itself.
 
     Example:
         >>> attention_mask(torch.tensor([3, 2, 3]))[0, 0].int().tolist()  # 0 has children 1 and 2
@@ -157,7 +192,8 @@ def attention_mask(subtree_end: Tensor) -> Tensor:
     """
     position = torch.arange(len(subtree_end), device=subtree_end.device)
     query, key = position[:, None], position[None, :]
-    return ((key <= query) & (query < subtree_end[None, :]))[None, None]
+    within = key <= query if reach is None else key < reach[:, None]
+    return (within & (query < subtree_end[None, :]))[None, None]
 
 
 def chain_lengths(prompts: Ragged, responses: Ragged, is_target: BoolArray) -> IntArray:

@@ -6,10 +6,13 @@ packs the rows whose tokens it has.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from trainer.batch import Batch
-from trainer.batches.forest import MiniBatch, chain_forests, chain_lengths, with_sets
+from trainer.batches.forest import Forest, MiniBatch, chain_forests, chain_lengths, with_sets
+from trainer.batches.pictures import with_pictures
 from trainer.batches.tree import make_trie, tree_forests
 from trainer.config.sections import BatchConfig
 
@@ -29,7 +32,7 @@ def cut_batch(batch: Batch, config: BatchConfig) -> list[MiniBatch]:
         if config.sequence_layout == "tree":
             trie = make_trie(*tokens, lengths, scope, rows, routes)
             forests = tree_forests(trie, *tokens, batch.trains, budget, routes)
-            forests = with_sets(forests, batch.support)
+            forests = completed(forests, batch)
             num_distinct, num_tokens = trie.num_tokens, sum(forest.num_tokens for forest in forests)
             repeated_share = num_tokens / max(num_distinct, 1) - bool(forests)
             mini_batches.append(
@@ -41,5 +44,10 @@ def cut_batch(batch: Batch, config: BatchConfig) -> list[MiniBatch]:
             )
         else:
             forests = chain_forests(*tokens, batch.trains, rows, budget, routes)
-            mini_batches.append(MiniBatch(forests=with_sets(forests, batch.support)))
+            mini_batches.append(MiniBatch(forests=completed(forests, batch)))
     return mini_batches
+
+
+def completed(forests: Sequence[Forest], batch: Batch) -> list[Forest]:
+    """Add the sets of ids of a batch, and its pictures, to micro-batches of its rows."""
+    return with_pictures(with_sets(forests, batch.support), batch.pictures)

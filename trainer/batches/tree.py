@@ -23,7 +23,6 @@ from trainer.batches.forest import Forest, forest_of, pack
 from trainer.batches.recorded_routes import Routes
 
 TOKEN_BITS = 32
-TOKEN_MASK = (1 << TOKEN_BITS) - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +121,7 @@ def _keys(prompts: Ragged, responses: Ragged, lengths: IntArray, rows: IntArray)
 def _routed(keys: list[bytes], numbers: list[IntArray]) -> list[bytes]:
     """Combine token ids with `Routes.numbered`, so that tokens with different experts differ."""
     return [
-        (np.frombuffer(key, dtype=np.int32) | number << TOKEN_BITS).tobytes()
+        (np.frombuffer(key, dtype=np.uint32) | number << TOKEN_BITS).tobytes()
         for key, number in zip(keys, numbers, strict=True)
     ]
 
@@ -157,7 +156,7 @@ def trie_forest(
 
     added = [tokens[n:] for tokens, n in zip(trie.tokens, trie.shared.tolist(), strict=True)]
     arrays = {
-        "token_ids": np.concatenate(added).astype(np.int64) & TOKEN_MASK,
+        "token_ids": np.concatenate(added).astype(np.int32),
         "position_ids": ranges(trie.shared, new),
         "subtree_end": subtree_end,
         "target_parent": begin[owner] + depth - trie.shared[owner],

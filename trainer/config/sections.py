@@ -45,9 +45,9 @@ class DataConfig:
     """What to do with a group whose size (including failed trajectories) differs from `group_size`:
     reject the run, mask the group, or train on it after a warning. Applies only to estimators that
     compare the trajectories of a group (grpo, rloo, maxrl, gdpo)."""
-    images: Literal["refuse", "text"] = "refuse"
-    """What to do with rows whose messages have images: reject the run, or train on the tokens alone
-    (`text`), without the pictures that the model saw."""
+    pictures: Literal["show", "text"] = "show"
+    """Whether to show the model the pictures of a row, as in sampling (`show`), or to train on the
+    tokens alone (`text`). The run is rejected if a picture cannot be shown."""
     drop_zero_variance_groups: bool = False
     """Leave out groups of two or more trajectories with equal returns, before batches are
     planned."""

@@ -26,6 +26,7 @@ from transformers.masking_utils import sdpa_mask
 
 from trainer.batches.forest import ChainLayout, Forest, attention_mask
 from trainer.models.flex_tree import autocast_dtype
+from trainer.models.pictures import reach_of
 from trainer.models.tree_attention import attend_by_pieces, tree_attention
 from trainer.models.varlen import VARLEN_ATTN, prefers_one_kernel, runs_varlen, varlen
 
@@ -40,11 +41,12 @@ class ForestMask:
     """The `attention_mask` that a layer receives.
 
     Attributes:
-        chains: Lengths of the chains, if no tree branches.
-        tree: [1, 1, 2, N] int64: depth and `subtree_end` of each token.
+        chains: Lengths of the chains, if no tree branches and no token sees later ones.
+        tree: [1, 1, 2, N] int64: depth and `subtree_end` of each token; [1, 1, 3, N] with the end of
+            the tokens that each sees, where the tokens of a picture see each other.
         window: Number of tokens that a token sees towards the root, including itself; None: all.
         ends: [C + 1] int64 on the CPU: cumulative lengths of the chains, from 0; [0, 0] if a tree
-            branches, so that compiled layers have the same inputs.
+            branches or tokens see later ones, so that compiled layers have the same inputs.
     """
 
     chains: ChainLayout
@@ -90,15 +92,19 @@ def forest_mask(config: Any, forest: Forest) -> Iterator[Tensor | None]:
         masks during the forward pass; otherwise [1, 1, N, N] bool: see
         `trainer.batches.forest.attention_mask`.
     """
+    reach = reach_of(config, forest)
     if config._attn_implementation != CHAIN_ATTENTION:
-        yield attention_mask(forest.subtree_end)
+        yield attention_mask(forest.subtree_end, reach)
         return
-    chains = forest.chains or ChainLayout.of(forest.subtree_end)
+    chains, rows = forest.chains, [forest.position_ids, forest.subtree_end]
+    if reach is not None:  # chains attend causally
+        chains, rows = ChainLayout(), [*rows, reach]
+    chains = chains or ChainLayout.of(forest.subtree_end)
     if chains.ends is not None:
         ends = chains.ends.int() if prefers_one_kernel(chains.ends, forest.num_tokens) else None
         chains = dataclasses.replace(chains, ends=ends)
     # Not a view: autograd would return another object for it, whose derived masks are not cached.
-    tree = torch.stack([forest.position_ids, forest.subtree_end])[None, None].clone()
+    tree = torch.stack(rows)[None, None].clone()
     ends = torch.tensor([0, *accumulate(chains.lengths or [0])])
     token = FOREST.set(ForestMask(chains, tree, ends=ends))
     try:

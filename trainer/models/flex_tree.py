@@ -98,26 +98,31 @@ def block_mask(tree: Tensor, window: int | None) -> BlockMask:
     """Build FlexAttention's mask of a forest by comparing blocks of 128 tokens, not single tokens.
 
     A block of keys is visible to a block of queries if the subtree of any key reaches into the
-    query block; the mask is evaluated per token unless all queries see all keys. Padding tokens see
-    only themselves, because a softmax over no keys is undefined.
+    query block, and any query sees tokens up to the key block; the mask is evaluated per token unless
+    all queries see all keys. Padding tokens see only themselves, because a softmax over no keys is
+    undefined.
     """
     num_tokens = tree.shape[-1]
     size = padded_size(num_tokens)
     position = torch.arange(size, device=tree.device)
     depth = pad(tree[0, 0, 0], (0, size - num_tokens))
     end = torch.cat([tree[0, 0, 1], position[num_tokens:] + 1])
+    reach = None if tree.shape[2] == 2 else torch.cat([tree[0, 0, 2], position[num_tokens:] + 1])
 
     mask_mod = _sees(end)
     if window is not None:
         mask_mod = _sees_within(end, depth, depth + window)
+    if reach is not None:
+        mask_mod = _sees_ahead(end, depth, depth + (size if window is None else window), reach)
 
-    blocks = [values.view(-1, BLOCK) for values in (position, depth, end)]
-    (first, low, least), (last, high, most) = (
+    reaches = position + 1 if reach is None else reach
+    blocks = [values.view(-1, BLOCK) for values in (position, depth, end, reaches)]
+    (first, low, least, near), (last, high, most, far) = (
         [getattr(b, name)(1) for b in blocks] for name in ("amin", "amax")
     )
     # Positions within a block ascend, so its smallest and largest values decide for all its tokens.
-    some = (first[None, :] <= first[:, None]) & (most[None, :] > first[:, None])
-    every = (last[None, :] <= first[:, None]) & (least[None, :] > last[:, None])
+    some = (first[None, :] < far[:, None]) & (most[None, :] > first[:, None])
+    every = (last[None, :] < near[:, None]) & (least[None, :] > last[:, None])
     if window is not None:
         # `some` stays as it is: more blocks are looked at than needed, but the mask is exact.
         every &= high[:, None] - low[None, :] < window
@@ -147,6 +152,15 @@ def _sees_within(end: Tensor, depth: Tensor, limit: Tensor) -> MaskMod:
 
     def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (query < end[key]) & (depth[query] < limit[key])
+
+    return sees
+
+
+def _sees_ahead(end: Tensor, depth: Tensor, limit: Tensor, reach: Tensor) -> MaskMod:
+    """Let each query see the tokens up to the end of its picture."""
+
+    def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key < reach[query]) & (query < end[key]) & (depth[query] < limit[key])
 
     return sees
 

@@ -82,7 +82,11 @@ def num_layers(model: Any) -> int:
 
 
 def _layers(model: Any) -> list[Any]:
-    return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    encoder = model.get_encoder(modality="image")  # the model itself if it has none
+    frozen = set() if encoder is model else set(encoder.modules())
+    return [
+        m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) and m not in frozen
+    ]
 
 
 @contextmanager

@@ -13,7 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
+from transformers.initialization import no_init_weights
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 from transformers.utils import logging
 
 from schemas.errors import ConfigError, InputError
@@ -27,6 +37,7 @@ from trainer.models.compiling import SYMBOLIC_SIZES
 from trainer.models.directory import check_model_directory, code_of
 from trainer.models.layers import recompute_layers
 from trainer.models.logprob_head import set_logprobs, target_logprobs, teacher_divergence
+from trainer.models.pictures import picture_inputs
 from trainer.models.rotary import fix_frequencies
 from trainer.models.router_replay import make_replayable, replayed
 from trainer.models.self_check import check_policy, probe
@@ -187,12 +198,10 @@ def use_float32_head(model: Any) -> None:
 
 def hidden_before_targets(model: Any, forest: Forest) -> Tensor:
     """Compute the last hidden state of each target's parent ([M, hidden_size])."""
+    inputs = {"position_ids": forest.position_ids[None]} | picture_inputs(model, forest)
     with forest_mask(model.config, forest) as mask, SYMBOLIC_SIZES():
         output = model.base_model(
-            input_ids=forest.token_ids[None],
-            attention_mask=mask,
-            position_ids=forest.position_ids[None],
-            use_cache=False,
+            input_ids=forest.token_ids[None], attention_mask=mask, use_cache=False, **inputs
         )
     # The gradient of an embedding sums the targets that share a parent in a fixed order. With
     # several threads, the gradient of plain indexing sums them in any order: not reproducible.
@@ -227,10 +236,10 @@ def load_policy(
         _check_layers(config, path)
         how: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa"}
         if has_shapes_only():
-            build: Any = AutoModelForCausalLM.from_config
-            loaded: Any = build(config, **how), {}
+            with no_init_weights():  # some draw values, which there are none of
+                loaded: Any = auto_class(config).from_config(config, **how), {}
         else:
-            loaded = AutoModelForCausalLM.from_pretrained(
+            loaded = auto_class(config).from_pretrained(
                 path, **_LOCAL, **how, output_loading_info=True
             )
     except InputError:
@@ -257,6 +266,15 @@ def load_policy(
         check_policy(policy, path, trees=trees)
         freeze_unused(policy)
     return policy
+
+
+def auto_class(config: Any) -> Any:
+    """Return the class of Transformers that loads a model, with its encoder of pictures if possible."""
+    kind = config.model_type
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return AutoModelForCausalLM
+    sees = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
 def has_shapes_only() -> bool:

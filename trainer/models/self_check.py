@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from inspect import signature
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from schemas.errors import InputError
-from trainer.batches.forest import Forest
+from trainer.batches.forest import Forest, Pictures
+from trainer.models.pictures import num_features
 from trainer.models.router_replay import recorded
 
 WINDOW = 4
@@ -23,6 +26,8 @@ ROWS = (
     (*range(5), 11, 12, 15, 16, 17),
 )
 """Three rows that share tokens: a fork, and a fork below it. Tokens are numbered depth first."""
+BEFORE = 2
+"""Tokens before the picture of the rows that show one."""
 SUPPORTED = "train a decoder with full or sliding-window attention and a linear head"
 TOLERANCE = 1e-3
 """Tolerated difference, nats. Rounding in float32 causes less than a tenth of this."""
@@ -40,17 +45,76 @@ def check_policy(policy: nn.Module, path: str, *, trees: bool = False) -> None:
         InputError: `model_layers`: the log-probabilities differ.
     """
     model: Any = policy.model
+    with _errors_of(path), _small_windows(model):
+        tokens = _tokens(model)
+        plain = [_plain_forward(model, tokens[list(row)]) for row in ROWS]
+        routes = [routes for _, routes in plain if routes is not None]
+        forests = _forests(model, tokens, routes, trees=trees)
+        _compare(policy, path, forests, [logprobs for logprobs, _ in plain])
+
+
+@torch.no_grad()
+def check_pictures(
+    policy: nn.Module, path: str, inputs: Mapping[str, Tensor], *, trees: bool = False
+) -> None:
+    """Compare log-probabilities of rows that show a picture with the model's eager forward pass.
+
+    In unknown architectures, this detects wrong places of the picture's features, wrong positions
+    after it, and tokens of the picture that should see each other.
+
+    Args:
+        policy: The policy.
+        path: Model directory, for messages.
+        inputs: A picture, as the image processor prepares it.
+        trees: Whether to check a branching tree as well.
+
+    Raises:
+        InputError: `model_layers`: the log-probabilities differ.
+    """
+    model: Any = policy.model
+    with _errors_of(path), _small_windows(model):
+        size, placeholder = num_features(model, inputs), model.config.image_token_id
+        tokens = _tokens(model)
+        tokens = torch.where(tokens == placeholder, tokens - 1, tokens)
+        tokens = torch.cat(
+            [tokens[:BEFORE], tokens.new_full((size,), placeholder), tokens[BEFORE:]]
+        )
+        picture = range(BEFORE, BEFORE + size)
+        rows = [(*row[:BEFORE], *picture, *(n + size for n in row[BEFORE:])) for row in ROWS]
+        forests = {
+            f"{name} with a picture": replace(
+                forest,
+                pictures=Pictures(
+                    node=(node := (forest.token_ids == placeholder).nonzero()[:, 0]),
+                    feature=torch.arange(len(node), device=node.device) % size,
+                    ends=torch.tensor([0, size], device=node.device),
+                    load=lambda: [inputs],
+                ),
+            )
+            for name, forest in _layouts(tokens, rows, trees=trees).items()
+        }
+        plain = [_plain_forward(model, tokens[list(row)], inputs)[0] for row in rows]
+        _compare(policy, path, forests, plain)
+
+
+def _compare(
+    policy: nn.Module, path: str, forests: Mapping[str, Forest], plain: Sequence[Tensor]
+) -> None:
+    expected = torch.cat(list(plain))
+    for name, forest in forests.items():
+        # Without the autocast of a policy that is prepared for training.
+        outputs = type(policy).forward(
+            policy, forest, torch.ones(forest.num_targets, device=expected.device)
+        )
+        difference = float((outputs[0] - expected[: len(outputs[0])]).abs().max())
+        if not difference < TOLERANCE:
+            raise _differs(path, name, difference)
+
+
+@contextmanager
+def _errors_of(path: str) -> Iterator[None]:
     try:
-        with _small_windows(model):
-            tokens = _tokens(model)
-            plain = [_plain_forward(model, tokens[list(row)]) for row in ROWS]
-            expected = torch.cat([logprobs for logprobs, _ in plain])
-            routes = [routes for _, routes in plain if routes is not None]
-            for name, forest in _forests(model, tokens, routes, trees=trees).items():
-                packed, _ = policy(forest, torch.ones(forest.num_targets, device=tokens.device))
-                difference = float((packed - expected[: len(packed)]).abs().max())
-                if not difference < TOLERANCE:
-                    raise _differs(path, name, difference)
+        yield
     except InputError:
         raise
     except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as error:
@@ -61,7 +125,7 @@ def check_policy(policy: nn.Module, path: str, *, trees: bool = False) -> None:
 def _differs(path: str, name: str, difference: float) -> InputError:
     finding = f"log-probabilities of {name} differ by {difference:.2g} nats from the model's eager"
     packs_chains = "pass --set batch.sequence_layout=merge, which packs only chains"
-    hint = packs_chains if name == "a branching tree" else SUPPORTED
+    hint = packs_chains if name.startswith("a branching tree") else SUPPORTED
     return InputError("model_layers", path, f"{finding} forward pass", hint=hint)
 
 
@@ -97,16 +161,24 @@ def _tokens(model: Any) -> Tensor:
     return numbers * 7919 % min(map(len, ends))
 
 
-def _plain_forward(model: Any, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+def _plain_forward(
+    model: Any, tokens: Tensor, picture: Mapping[str, Tensor] = MappingProxyType({})
+) -> tuple[Tensor, Tensor | None]:
     """Return the log-probabilities of all tokens of a row except the first, and the row's routes.
 
-    Their shapes are [n - 1] and [n, layers, topk].
+    Their shapes are [n - 1] and [n, layers, topk]. The row may show a prepared picture.
     """
+    inputs = dict(picture)
+    if picture:
+        shows = (tokens[None] == model.config.image_token_id).long()
+        inputs |= dict.fromkeys(("token_type_ids", "mm_token_type_ids"), shows)
+    accepted = signature(model.forward).parameters
+    inputs = {name: inputs[name].to(tokens.device) for name in inputs if name in accepted}
     usual = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
         with recorded(model) as routes:
-            logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1]
+            logits = model(input_ids=tokens[None], use_cache=False, **inputs).logits[0, :-1]
     finally:
         model.set_attn_implementation(usual)
     logprobs: Tensor = logits.float().log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
@@ -120,19 +192,22 @@ def _forests(
 
     In each forest, the targets of the first row come first.
     """
-    ends = [sum(map(len, ROWS[:n])) for n in range(len(ROWS) + 1)]
-    chains = [range(start, end) for start, end in pairwise(ends)]
-    packed = tokens[[number for row in ROWS for number in row]]
-    forests = {"a single row": _forest(tokens, ROWS[:1]), "packed rows": _forest(packed, chains)}
+    forests = _layouts(tokens, ROWS, trees=trees)
     if routes:
-        replays = dataclasses.replace(forests["packed rows"], routes=torch.cat(list(routes)))
+        replays = replace(forests["packed rows"], routes=torch.cat(list(routes)))
         forests["packed rows that replay their routing"] = replays
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest:
         forests["rows packed with a long row"] = _with_position(forests["packed rows"], longest - 1)
-    if trees:
-        forests["a branching tree"] = _forest(tokens, ROWS)
     return forests
+
+
+def _layouts(tokens: Tensor, rows: Sequence[Sequence[int]], *, trees: bool) -> dict[str, Forest]:
+    ends = [sum(map(len, rows[:n])) for n in range(len(rows) + 1)]
+    chains = [range(start, end) for start, end in pairwise(ends)]
+    packed = tokens[[number for row in rows for number in row]]
+    forests = {"a single row": _forest(tokens, rows[:1]), "packed rows": _forest(packed, chains)}
+    return forests | ({"a branching tree": _forest(tokens, rows)} if trees else {})
 
 
 def _forest(tokens: Tensor, rows: Sequence[Sequence[int]]) -> Forest:
@@ -160,7 +235,7 @@ def _forest(tokens: Tensor, rows: Sequence[Sequence[int]]) -> Forest:
 def _with_position(forest: Forest, position: int) -> Forest:
     """Append a token at the given position, as if the forest had another, long row."""
     last, end = torch.tensor([position]), torch.tensor([forest.num_tokens + 1])
-    return dataclasses.replace(
+    return replace(
         forest,
         token_ids=torch.cat([forest.token_ids, forest.token_ids[:1]]),
         position_ids=torch.cat([forest.position_ids, last.to(forest.position_ids)]),

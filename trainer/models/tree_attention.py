@@ -39,7 +39,8 @@ def tree_attention(
         query: [1, heads, N, size].
         key: [1, key heads, N, size]; query heads are a multiple of key heads.
         value: Same shape as `key`.
-        tree: [1, 1, 2, N] int64: depth and `subtree_end` of each token; pass the same object in
+        tree: [1, 1, 2, N] int64: depth and `subtree_end` of each token; [1, 1, 3, N] with the end of
+            the tokens that each sees, if some see later ones on their way. Pass the same object in
             every layer, because derived masks are cached per object.
         window: Number of tokens that a token attends to towards the root, including itself; None:
             all.
@@ -77,7 +78,7 @@ def attend_by_pieces(
         scale=scaling,
         enable_gqa=query.shape[1] > key.shape[1],
     )
-    output = _by_pieces(query, key, value, pieces(tree), window, attend)
+    output = _by_pieces(query, key, value, pieces(tree), window, attend, _ahead(tree))
     return output.transpose(1, 2).contiguous()  # some models take a view of it
 
 
@@ -104,7 +105,7 @@ def pieces(tree: Tensor) -> list[Piece]:
         >>> pieces(torch.tensor([[[[0, 1, 1], [3, 2, 3]]]]))  # 0 has children 1 and 2
         [Piece(size=1, depth=0, above=None), Piece(size=1, depth=1, above=0), Piece(size=1, depth=1, above=0)]
     """
-    depth, subtree_end = tree[0, 0].cpu()
+    depth, subtree_end = tree[0, 0, :2].cpu()
     runs: Any = torch.unique_consecutive
     ends, sizes = runs(subtree_end, return_counts=True)
     begins = (sizes.cumsum(0) - sizes).tolist()
@@ -121,6 +122,15 @@ def pieces(tree: Tensor) -> list[Piece]:
     return listed
 
 
+@lru_cache(maxsize=8)
+def _ahead(tree: Tensor) -> Tensor | None:
+    """Return how many later tokens each token sees ([N]); None if there are none."""
+    if tree.shape[2] == 2:
+        return None
+    reach = tree[0, 0, 2]
+    return reach - torch.arange(1, len(reach) + 1, device=tree.device)
+
+
 def _by_pieces(
     query: Tensor,
     key: Tensor,
@@ -128,8 +138,10 @@ def _by_pieces(
     listed: list[Piece],
     window: int | None,
     attend: Callable[..., Tensor],
+    ahead: Tensor | None,
 ) -> Tensor:
     sizes = [piece.size for piece in listed]
+    number = 0
     queries, *parts = (torch.split(tensor, sizes, 2) for tensor in (query, key, value))
     ways: list[list[Tensor]] = []  # keys and values from the root to each piece's end
     outputs = []
@@ -141,17 +153,21 @@ def _by_pieces(
         ways.append(way)
         for start in range(0, piece.size, QUERIES):
             stop = min(start + QUERIES, piece.size)
-            last = piece.depth + stop
             # With a window, keys before the first query's window are in no query's window.
             first = 0 if window is None else max(0, piece.depth + start - window + 1)
+            # A picture whose tokens see each other is in one piece.
+            last = piece.depth + (stop if ahead is None else piece.size)
             seen = [tensor[:, :, first:last] for tensor in way]
-            mask = _causal(stop - start, last - first, window, query.device)
+            at = torch.arange(piece.depth + start, piece.depth + stop, device=query.device)
+            here = None if ahead is None else ahead[number + start : number + stop]
+            mask = _mask(at - first, last - first, window, here)
             outputs.append(attend(part[:, :, start:stop], *seen, attn_mask=mask))
+        number += piece.size
     return torch.cat(outputs, 2)
 
 
-def _causal(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Build the causal mask ([queries, keys] bool) of queries at the last positions of the keys."""
-    query = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
-    key = torch.arange(num_keys, device=device)
-    return (key <= query) if window is None else (key <= query) & (key > query - window)
+def _mask(at: Tensor, num_keys: int, window: int | None, ahead: Tensor | None) -> Tensor:
+    """Build the mask ([queries, keys] bool) of queries at the given positions among the keys."""
+    query, key = at[:, None], torch.arange(num_keys, device=at.device)
+    mask = key <= (query if ahead is None else query + ahead[:, None])
+    return mask if window is None else mask & (key > query - window)

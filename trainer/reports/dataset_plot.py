@@ -28,11 +28,20 @@ LAYOUTS = {
 }
 """Labels of the layouts, by their names in `dataset_savings`."""
 
-_CAUSES = ("edited", "reset", "retokenized", "template", "unknown", "overlap", "new_agent")
+_CAUSES = (
+    "edited",
+    "reset",
+    "retokenized",
+    "template",
+    "picture",
+    "unknown",
+    "overlap",
+    "new_agent",
+)
 _CAUSE_COLORS = dict(
     zip(
         _CAUSES,
-        ("#d62728", "#ff7f0e", "#9467bd", "#e377c2", "#8c564b", "#17becf", "#2ca02c"),
+        ("#d62728", "#ff7f0e", "#9467bd", "#e377c2", "#bcbd22", "#8c564b", "#17becf", "#2ca02c"),
         strict=True,
     )
 )

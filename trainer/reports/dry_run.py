@@ -167,7 +167,7 @@ def _count(run: Run, settings: dict[str, Any]) -> tuple[Layout, int]:
     )
     imitates = run.config.loss.is_supervised
     for table in tables:
-        batch = to_batch(table, config.max_row_tokens, imitates=imitates)
+        batch = to_batch(table, config.max_row_tokens, imitates=imitates, pictures=run.pictures)
         num_trained += int(batch.trains.sum())
         lengths.append(chain_lengths(batch.prompts, batch.responses, batch.trains))
         run.limit.check(lengths[-1], batch.names)

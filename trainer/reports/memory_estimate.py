@@ -76,7 +76,7 @@ def estimate_memory(run: Run, num_tokens: int) -> Memory:
     # Compiled layers that are recomputed have copies of one layer at a time.
     recomputes = compiles(config.model, run.whole_policy) and config.model.gradient_checkpointing
     parts = state_bytes(held, trained, [] if recomputes else policy.parameters(), config)
-    vocab_size = run.whole_policy.model.config.vocab_size
+    vocab_size = run.whole_policy.model.config.get_text_config().vocab_size
     chunk = min(config.model.logprob_chunk_tokens, num_tokens)
     return replace(
         parts,
@@ -154,7 +154,7 @@ def _kept_by_a_forward(run: Run, num_tokens: int) -> int:
     policy = run.policy
     # Fake tensors have storages, but no data.
     parameters = {p.untyped_storage()._cdata for p in policy.parameters()}
-    vocab_size = run.whole_policy.model.config.vocab_size
+    vocab_size = run.whole_policy.model.config.get_text_config().vocab_size
     saved: dict[int, tuple[int, Tensor]] = {}
 
     def keep(tensor: Tensor) -> Tensor:

@@ -14,11 +14,13 @@ from rollout_io.formats.parsing.sampling import sampling_extra_of
 from schemas.errors import count
 from trainer import checks
 from trainer.batches.forest import RowLimit
+from trainer.batches.picture_reader import PictureReader
 from trainer.batches.plan import Plan
 from trainer.config.train_config import TrainConfig
 from trainer.models.policy import Policy
 from trainer.run.advice import warnings_before
 from trainer.run.messages import Remark
+from trainer.run.open_pictures import open_pictures
 from trainer.run.routing_facts import check_replay
 from trainer.run.run import Run
 
@@ -154,13 +156,14 @@ def corrects_for_sampler(
 
 def check_dataset(
     run: Run, index: pl.DataFrame, plan: Plan, *, must_learn: bool
-) -> tuple[bool, dict[str, Remark]]:
+) -> tuple[bool, PictureReader | None, dict[str, Remark]]:
     """Check every row of a run's dataset, indexed by `trainer.batch.index_rows`.
 
     With `must_learn`, a dataset from which nothing can be learned is rejected.
 
     Returns:
-        Whether importance weights and masks apply, and notes and warnings by subject.
+        Whether importance weights and masks apply, what reads the pictures to show, and notes and
+        warnings by subject.
 
     Raises:
         RolloutError: A row cannot be trained on as configured.
@@ -174,7 +177,8 @@ def check_dataset(
         )
         remarks["greedy"] = Remark(f"{text} greedy samples have no gradient", WARNING)
     if rows.is_empty():
-        return config.loss.corrects_for_sampler, remarks
+        return config.loss.corrects_for_sampler, None, remarks
+    pictures = open_pictures(run, rows)
     # As stored: `run.rollouts` has the columns that `data.sampling_defaults` fills in.
     rollouts = rollout_io.scan(config.data.dataset)
     metadata = rollout_io.read_metadata(config.data.dataset)
@@ -197,7 +201,8 @@ def check_dataset(
         remarks |= {"truncated_rows": Remark(f"note: {cut}")} if cut else {}
         remarks |= {"cut_rows": Remark(f"{lost}\nHint: {larger}", WARNING)} if lost else {}
     texts = warnings_before(rows, plan, config)
-    return corrects, remarks | {name: Remark(text, WARNING) for name, text in texts.items()}
+    remarks |= {name: Remark(text, WARNING) for name, text in texts.items()}
+    return corrects, pictures, remarks
 
 
 def cut_rows(rows: pl.DataFrame, most: int, limit: int) -> tuple[str, str, str]:

@@ -19,8 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import rollout_io
 from rollout_io.configuration import flat
 from rollout_io.dataset.storage import Location, occupied
+from schemas.columns import PICTURES
 from schemas.errors import InputError, count
 from trainer.batch import index_rows
+from trainer.batches.picture_reader import placeholder_of
 from trainer.batches.plan import Plan, dataset_returns, make_plan, num_planned_updates
 from trainer.config.train_config import PATHS, TrainConfig, resolved, uses
 from trainer.distributed.launch import make_accelerator
@@ -98,7 +100,7 @@ def open_run(
         for remark in compared:
             show(remark)
     run, must_learn = replace(run, rollouts=rollouts, plan=plan), opened is None
-    corrects, remarks = agreed(
+    corrects, pictures, remarks = agreed(
         accelerator, lambda: check_dataset(run, index, plan, must_learn=must_learn)
     )
     for subject, remark in remarks.items():
@@ -106,6 +108,7 @@ def open_run(
     run = replace(
         run,
         corrects=corrects,
+        pictures=pictures,
         num_planned=num_planned or num_planned_updates(plan, config.batch),
         num_greedy_rows=num_greedy_rows(index, plan),
         first_batch=first_batch,
@@ -208,7 +211,11 @@ def _digests(plan: Plan, index: pl.DataFrame) -> dict[str, Any]:
 def _tables(config: TrainConfig, rollouts: pl.LazyFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Return the returns of the dataset's trajectories (`dataset_returns`), and the index of its rows."""
     returns = dataset_returns(rollouts, config)
-    return returns, index_rows(rollouts, imitates=config.loss.is_supervised)
+    placeholder = None
+    if config.data.pictures == "show" and PICTURES in rollouts.collect_schema():
+        placeholder = placeholder_of(config.model.path)
+    imitates = config.loss.is_supervised
+    return returns, index_rows(rollouts, imitates=imitates, placeholder=placeholder)
 
 
 def _progress(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from trainer.batches.forest import RowLimit
+from trainer.batches.picture_reader import PictureReader
 from trainer.batches.plan import Plan
 from trainer.config.train_config import TrainConfig
 from trainer.models.critic import Critic
@@ -43,6 +43,7 @@ class Run:
         checkpoint: Checkpoint from which the run resumes; None: it starts from the configured models.
         progress: Progress from which the run starts or resumes.
         digest: Identifies the data of the run in its checkpoints.
+        pictures: Reads the pictures of the dataset; None: none are shown.
         rollouts: The dataset.
         plan: Plan of one pass over the dataset.
         num_planned: Maximum number of updates of the run.
@@ -64,6 +65,7 @@ class Run:
     checkpoint: Path | None = None
     progress: Progress = START
     digest: str = ""
+    pictures: PictureReader | None = None
     rollouts: pl.LazyFrame = field(default_factory=pl.LazyFrame)
     plan: Plan = _NO_PLAN
     num_planned: int = 0
@@ -95,17 +97,22 @@ class Run:
     @property
     def limit(self) -> RowLimit:
         """Maximum length of a row: that of the model which takes the least."""
-        limits = (row_limit(model.config) for model in self._models())
+        limits = (row_limit(model.config) for model in self.models.values())
         return min(limits, key=lambda limit: limit.num_tokens)
 
     @property
     def vocab_size(self) -> int:
         """Token ids from 0 to vocab_size - 1 are valid in all models."""
-        embeddings = (model.get_input_embeddings() for model in self._models())
+        embeddings = (model.get_input_embeddings() for model in self.models.values())
         return min(int(embedding.weight.shape[0]) for embedding in embeddings)
 
-    def _models(self) -> Iterator[Any]:
-        for wrapped in (self.policy, self.reference, self.critic):
+    @property
+    def models(self) -> dict[str, Any]:
+        """The Transformers models, by role."""
+        wrapped = {"policy": self.policy, "reference": self.reference, "critic": self.critic}
+        return {
+            role: self.accelerator.unwrap_model(model).model
+            for role, model in wrapped.items()
             # The policy without its adapters is no model of its own.
-            if wrapped is not None and not isinstance(wrapped, WithoutAdapter):
-                yield self.accelerator.unwrap_model(wrapped).model
+            if model is not None and not isinstance(model, WithoutAdapter)
+        }

@@ -244,6 +244,12 @@ def restored(value: Any) -> Any:
     return {k: restored(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
+def stored_content(name: str) -> bytes | None:
+    """Return the bytes of a part in the store; None without a store, or if it lacks the part."""
+    store = _STORE.get()
+    return None if store is None else store.read(name)
+
+
 def _base64(content: bytes | None) -> str | None:
     return None if content is None else base64.b64encode(content).decode()
 

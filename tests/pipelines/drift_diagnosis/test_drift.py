@@ -17,6 +17,7 @@ from schemas.strategies import rollout_tables
 from tests.conftest import ROOT
 from tests.helpers.drift_helpers import breaks_of, only_break, steps_of
 from tests.helpers.examples import examples
+from tests.helpers.table_helpers import seen_tokens
 
 ASKED = [{"role": "system", "content": "Add."}, {"role": "user", "content": "2+2?"}]
 BREAK = {
@@ -197,13 +198,12 @@ def test_what_follows_the_changed_tokens_is_the_same_on_both_sides(lost, now):
 @settings(deadline=None, max_examples=examples(80))
 def test_every_break_is_listed_and_is_where_it_says(table):
     found = diagnose(table)
-    rows = table.select(["trajectory_id", "step_index", "prompt_token_ids", "response_ids"])
-    content = {
-        (r["trajectory_id"], r["step_index"]): r["prompt_token_ids"] + r["response_ids"]
-        for r in rows.to_pylist()
-    }
+    rows = table.to_pylist()
+    content = {(r["trajectory_id"], r["step_index"]): seen_tokens(r) for r in rows}
     prompts = {
-        (r["trajectory_id"], r["step_index"]): r["prompt_token_ids"] for r in rows.to_pylist()
+        key: content[key][: len(r["prompt_token_ids"])]
+        for r in rows
+        if (key := (r["trajectory_id"], r["step_index"]))
     }
     listed = {(b["trajectory_id"], b["step_index"]): b for b in found.breaks.to_dicts()}
     for (name, step), prompt in prompts.items():
@@ -218,8 +218,9 @@ def test_every_break_is_listed_and_is_where_it_says(table):
         )
         assert prompt[:at] == before[:at]
         assert at in {len(prompt), len(before)} or prompt[at] != before[at]
-        assert before[at:][: len(one["lost_ids"])] == one["lost_ids"]
-        assert prompt[at:][: len(one["now_ids"])] == one["now_ids"]
+        for part, name in ((before, "lost_ids"), (prompt, "now_ids")):
+            ids = one[name]
+            assert [token[0] for token in part[at:][: len(ids)]] == ids
         assert one["num_lost_tokens"] in {0, len(before) - at}
         assert one["cause"] in HINTS
         assert not one["continues_lineage"] or at == len(before)

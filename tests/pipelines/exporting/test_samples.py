@@ -123,8 +123,8 @@ def test_a_row_that_trains_nothing_is_left_out_and_counted(tmp_path):
 
 
 def test_rows_with_pictures_are_left_out_and_counted(tmp_path):
-    pictures = [[{"blob": None, "position": None}], *[None] * 5]
-    table = attempts(*GIVEN, images=pa.array(pictures, COLUMN_BY_NAME["images"].type))
+    pictures = [[{"sha256": None, "start": None, "length": None}], *[None] * 5]
+    table = attempts(*GIVEN, pictures=pa.array(pictures, COLUMN_BY_NAME["pictures"].type))
     done, samples = exported(write(tmp_path / "ds", table), "sft_tokens")
     assert done.left_out == {"with pictures or other parts that are not text": 1}
     assert names_of(samples) == ["a_1", "a_2", "b_0", "b_1"]
@@ -143,7 +143,7 @@ def test_every_trained_token_is_in_one_sample_after_its_exact_prompt(table, layo
     expected = [
         (row["prompt_token_ids"] + row["response_ids"], row["loss_mask"])
         for row in rows
-        if any(row["loss_mask"]) and not row.get("images")
+        if any(row["loss_mask"]) and not row.get("pictures")
     ]
     with tempfile.TemporaryDirectory() as folder:
         dataset = write(Path(folder) / "ds", table, layout=layout)

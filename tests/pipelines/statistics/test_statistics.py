@@ -41,6 +41,8 @@ def test_the_worked_example_has_two_rows_of_one_trajectory(tmp_path):
         "num_response_tokens": 2,
         "num_environment_tokens": 0,
         "num_trained_tokens": 2,
+        "num_pictures": 0,
+        "num_picture_tokens": 0,
         "num_rows_without_logprobs": 2,
         "num_rows_retokenized": 0,
         "rows_per_trajectory_mean": 2.0,
@@ -108,6 +110,10 @@ def test_counts_are_those_of_the_rows_spelled_out(table):
     assert found["num_trained_tokens"] == sum(
         sum(row["loss_mask"]) for row in rows if row["trajectory_id"] not in failed
     )
+    entries = [entry for row in rows for entry in row.get("pictures") or ()]
+    lengths = [entry["length"] for entry in entries]
+    assert found["num_pictures"] == len(entries)
+    assert found["num_picture_tokens"] == (None if None in lengths else sum(lengths))
     assert found["num_rows_without_logprobs"] == sum(
         row.get("rollout_logprobs") is None and num > 0
         for row, num in zip(rows, responses, strict=True)

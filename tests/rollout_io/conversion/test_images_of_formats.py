@@ -108,7 +108,7 @@ def test_the_picture_of_a_user_and_of_a_tool_are_one_blob(tmp_path, smollm2_dir,
     by_role = {m["role"]: m["content"] for m in json.loads(row["messages"]) if m["content"]}
     assert BLOB in by_role["user"]
     assert BLOB in by_role["tool"]
-    assert [entry["blob"] for entry in row["images"]] == [BLOB["blob"]] * 2
+    assert [entry["sha256"] for entry in row["pictures"]] == [BLOB["blob"]] * 2
     (file,) = (tmp_path / "ds.blobs").iterdir()
     assert file.read_bytes() == PICTURE
     assert DATA[:100] not in row["messages"]

@@ -69,7 +69,7 @@ def converted(request, tmp_path_factory):
     return load_tokenizer(str(directory)), rows, rules, done.summary
 
 
-def test_each_picture_is_the_placeholder_of_the_template_at_its_position(converted):
+def test_each_picture_is_the_placeholder_of_the_template(converted):
     tokenizer, rows, rules, _ = converted
     pad = tokenizer.backend.convert_tokens_to_ids(PAD)
     assert len(rows) >= 2
@@ -77,9 +77,11 @@ def test_each_picture_is_the_placeholder_of_the_template_at_its_position(convert
     for row in rows:
         number = int(row["instance_id"].removeprefix("s"))
         ids = row["prompt_token_ids"] + row["response_ids"]
-        assert [entry["blob"] for entry in row["images"]] == [*map(name_of, NAMES[number])]
-        positions = [entry["position"] for entry in row["images"]]
-        assert positions == [at for at, each in enumerate(ids) if each == pad]
+        assert [entry["sha256"] for entry in row["pictures"]] == [*map(name_of, NAMES[number])]
+        spans = {(entry["start"], entry["length"]) for entry in row["pictures"]}
+        assert spans == {(None, None)}, "the placeholder is not expanded without an image processor"
+        positions = [at for at, each in enumerate(ids) if each == pad]
+        assert len(positions) == len(row["pictures"])
         around = [tokenizer.decode(ids[at - 1 : at + 2]) for at in positions]
         assert set(around) == {f"<|vision_start|>{PAD}<|vision_end|>"}
         assert not any(row["loss_mask"][at - len(row["prompt_token_ids"])] for at in positions
@@ -99,5 +101,5 @@ def test_rows_decode_to_what_the_real_template_renders(converted):
 
 def test_the_summary_counts_pictures_that_are_tokens(converted):
     _, rows, _, summary = converted
-    num_pictures = sum(len(row["images"]) for row in rows)
+    num_pictures = sum(len(row["pictures"]) for row in rows)
     assert summary.notes["images encoded as the placeholder of the chat template"] == num_pictures

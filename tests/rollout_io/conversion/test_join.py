@@ -214,8 +214,8 @@ def test_pictures_of_recorded_calls_come_along(tmp_path):
     session.answer("A cat.")
     logs, calls = saved(tmp_path, session)
     rollout_io.convert([logs], tmp_path / "ds", join=str(calls))
-    images = rollout_io.read(tmp_path / "ds")["images"].to_pylist()
-    assert images == [[{"blob": name_of(ONE), "position": None}]]
+    pictures = rollout_io.read(tmp_path / "ds")["pictures"].to_pylist()
+    assert pictures == [[{"sha256": name_of(ONE), "start": None, "length": None}]]
     assert list(stored(tmp_path / "ds").values()) == [ONE]
     assert rollout_io.check(tmp_path / "ds").is_empty()
 

@@ -23,7 +23,7 @@ from schemas.strategies import broken_tables, rollout_tables
 from schemas.types import cast_table
 from tests.helpers.examples import examples
 from tests.helpers.refusals import refused
-from tests.helpers.table_helpers import STEPS, write_example
+from tests.helpers.table_helpers import STEPS, seen_tokens, write_example
 
 relaxed = settings(
     deadline=None, suppress_health_check=list(HealthCheck), max_examples=examples(40)
@@ -105,15 +105,12 @@ def test_a_parent_is_the_latest_of_those_that_share_most(table):
     full = table.to_pylist()
     for i, row in enumerate(full):
         shared = []
+        prompt = seen_tokens(row)[: len(row["prompt_token_ids"])]
         for j in range(i - row["step_index"], i):
-            tokens = full[j]["prompt_token_ids"] + full[j]["response_ids"]
-            pairs = zip(tokens, row["prompt_token_ids"], strict=False)
-            shared.append(
-                next(
-                    (n for n, (a, b) in enumerate(pairs) if a != b),
-                    min(len(tokens), len(row["prompt_token_ids"])),
-                )
-            )
+            tokens = seen_tokens(full[j])
+            pairs = zip(tokens, prompt, strict=False)
+            differs = (n for n, (a, b) in enumerate(pairs) if a != b)
+            shared.append(next(differs, min(len(tokens), len(prompt))))
         best = max(shared, default=0)
         wanted = max((j for j, n in enumerate(shared) if n == best), default=None) if best else None
         assert (rows[i]["parent_step_index"], rows[i]["prefix_length"]) == (wanted, best)

@@ -58,15 +58,6 @@ def changed(row: int, **values: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def test_rows_with_images_are_trained_on_only_if_the_user_asks_for_the_text_alone() -> None:
-    images = [{"blob": f"sha256:{'0' * 64}", "position": None}]
-    for values in (changed(2, images=images), changed(2, images=[{"blob": None, "position": 0}])):
-        with pytest.raises(RolloutError, match=r"'a_1', row 0.*images.*\[images_in_row\]"):
-            checked(values)
-        assert len(checked(values, images="text")) == 4
-    assert len(checked(changed(2, images=[]))) == 4
-
-
 def test_rows_that_are_in_order_are_let_through() -> None:
     assert len(checked(two_trajectories(**SAMPLED), estimator="gae")) == 4
 

@@ -20,6 +20,7 @@ from tests.helpers.gpu_claims import (
     policy_of_kind,
     turns,
 )
+from tests.helpers.trainer_helpers import Layerless
 from tests.helpers.tree_helpers import batch_of, mini_batch_of
 from trainer.config.sections import ModelConfig
 from trainer.config.train_config import default_dtype
@@ -132,7 +133,7 @@ def test_layers_are_compiled_by_default_on_a_gpu_if_the_model_has_any(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert compiles(ModelConfig(), policy)
     assert not compiles(ModelConfig(compile_layers=False), policy)
-    monkeypatch.setattr(policy, "model", torch.nn.Linear(1, 1))
+    monkeypatch.setattr(policy, "model", Layerless())
     assert not compiles(ModelConfig(), policy)
 
 

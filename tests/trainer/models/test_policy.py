@@ -12,7 +12,6 @@ from transformers import (
     BloomConfig,
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
     MambaConfig,
     MambaForCausalLM,
     MistralConfig,
@@ -22,6 +21,7 @@ from schemas.errors import InputError, RolloutError
 from tests.helpers.examples import examples
 from tests.helpers.trainer_helpers import (
     VOCAB,
+    Layerless,
     Row,
     forests_of,
     make_batch,
@@ -148,8 +148,7 @@ def test_recomputed_layers_run_twice_and_drop_nothing_out(
 
 def test_layers_that_cannot_be_recomputed_are_refused() -> None:
     policy = tiny_policy()
-    policy.model = torch.nn.Linear(2, 2)
-    policy.model.config = LlamaConfig()
+    policy.model = Layerless()
     with pytest.raises(RolloutError, match=r"cannot recompute.*\[gradient_checkpointing\]"):
         policy.checkpoint_layers()
 

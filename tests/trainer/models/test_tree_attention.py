@@ -100,10 +100,21 @@ def test_documented_pieces() -> None:
     ]
 
 
-def dense(forest: Forest, window: int | None) -> torch.Tensor:
-    mask = attention_mask(forest.subtree_end)
+def dense(forest: Forest, window: int | None, reach: torch.Tensor | None = None) -> torch.Tensor:
+    mask = attention_mask(forest.subtree_end, reach)
     depth = forest.position_ids
     return mask if window is None else mask & (depth[:, None] - depth < window)
+
+
+def mutual(forest: Forest, seed: int) -> torch.Tensor:
+    """Ends of ranges of 1 to 300 tokens that see each other, none of which has a fork inside."""
+    rng, ends = np.random.default_rng(seed), list[int]()
+    for piece in pieces(tree_of(forest)):
+        end = len(ends) + piece.size
+        while len(ends) < end:
+            size = min(int(rng.choice([1, 2, 5, 300])), end - len(ends))
+            ends += [len(ends) + size] * size
+    return torch.tensor(ends)
 
 
 def inputs_of(num_tokens: int) -> list[torch.Tensor]:
@@ -113,19 +124,27 @@ def inputs_of(num_tokens: int) -> list[torch.Tensor]:
 
 
 @settings(max_examples=examples(30), deadline=None)
-@given(families(), st.sampled_from([None, 1, 3]), st.sampled_from([1, 2, 1024]))
+@given(
+    families(),
+    st.sampled_from([None, 1, 3]),
+    st.sampled_from([1, 2, 1024]),
+    st.sampled_from([None, 0, 1]),
+)
 def test_pieces_attend_as_a_dense_mask_says(
-    family: tuple[list[Row], TrajectoryIds], window: int | None, queries: int
+    family: tuple[list[Row], TrajectoryIds], window: int | None, queries: int, pictures: int | None
 ) -> None:
     (forest,) = mini_batch_of(batch_of(family)).forests
-    inputs = inputs_of(forest.num_tokens)
+    inputs, tree = inputs_of(forest.num_tokens), tree_of(forest)
+    reach = None if pictures is None else mutual(forest, pictures)
+    if reach is not None:
+        tree = torch.cat([tree, reach[None, None, None]], 2)
     before, tree_attention.QUERIES = tree_attention.QUERIES, queries
     try:
-        found = tree_attention.tree_attention(*inputs, tree_of(forest), window, scaling=0.3)
+        found = tree_attention.tree_attention(*inputs, tree, window, scaling=0.3)
     finally:
         tree_attention.QUERIES = before
     settings: dict[str, Any] = {"scale": 0.3, "enable_gqa": True}
-    mask = dense(forest, window)
+    mask = dense(forest, window, reach)
     expected = scaled_dot_product_attention(*inputs, attn_mask=mask, **settings).transpose(1, 2)
     torch.testing.assert_close(found, expected)
     weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(0))
@@ -147,18 +166,22 @@ def large_forest(seed: int) -> Forest:
 
 @pytest.mark.parametrize("window", [None, 40, 260])
 @pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("shows_pictures", [False, True])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_the_block_mask_of_flex_attention_says_what_the_dense_mask_says(
-    window: int | None, seed: int
+    window: int | None, seed: int, *, shows_pictures: bool
 ) -> None:
     forest = large_forest(seed)
-    mask = block_mask(tree_of(forest), window)
+    tree, reach = tree_of(forest), mutual(forest, seed) if shows_pictures else None
+    if reach is not None:
+        tree = torch.cat([tree, reach[None, None, None]], 2)
+    mask = block_mask(tree, window)
     num_tokens = forest.num_tokens
     n = padded_size(num_tokens)
     assert n > 3 * BLOCK
     assert n % BLOCK == 0
     wanted = torch.eye(n, dtype=torch.bool)  # padding sees itself
-    wanted[:num_tokens, :num_tokens] = dense(forest, window)[0, 0]
+    wanted[:num_tokens, :num_tokens] = dense(forest, window, reach)[0, 0]
     expected = create_block_mask(lambda _b, _h, q, k: wanted[q, k], None, None, n, n, device="cpu")
     if window is None:
         assert torch.equal(mask.to_dense() > 0, expected.to_dense() > 0)

@@ -17,7 +17,7 @@ from pipelines.sampling_defaults import COLUMNS, NEUTRAL, SamplingDefaults
 from pipelines.tables import ROUTING
 from rollout_io.dataset.row_digests import with_stored_digest
 from rollout_io.formats.parsing.sampling import sampling_extra_of
-from schemas.columns import arrow_schema
+from schemas.columns import PICTURES, arrow_schema
 from schemas.metadata import DatasetMetadata, LogprobsMode
 from schemas.ragged import BoolArray, IntArray, Ragged, ranges
 from trainer.batches.recorded_routes import Routes
@@ -25,9 +25,10 @@ from trainer.batches.recorded_routes import Routes
 KEYS = ("instance_id", "trajectory_id", "step_index")
 LABELS = ("policy_version", "temperature", "top_p", "top_k", "sampling_extra", "rollout_logprobs")
 TOKENS = ("prompt_token_ids", "response_ids", "loss_mask")
-OPTIONAL = ("segments", "messages", "token_source", "error", ROUTING)
+OPTIONAL = ("segments", "messages", "token_source", "error", ROUTING, PICTURES)
 NO_LOGPROBS = "no log-probabilities"
 RETOKENIZED = "re-tokenized text"
+PICTURED = "pictures, which an audit does not show to the weights"
 OTHER_SETTINGS = "sampling settings that change log-probabilities in unknown ways"
 NO_WEIGHTS = "the labelled weights are not among the candidates"
 TOO_LONG = "longer than the model's context"
@@ -191,12 +192,18 @@ def to_audit_rows(
         for name, value in off.items()
     )
     settings = np.column_stack([1 / temperature, top_p, top_k, min_p]).astype(np.float32)
-    sources = table["token_source"] if "token_source" in table.columns else [None] * len(table)
+    sources, pictures = (
+        table[name] if name in table.columns else [None] * len(table)
+        for name in ("token_source", PICTURES)
+    )
     reasons = [
         NO_LOGPROBS * (not has_logprobs)
         or RETOKENIZED * (source == "retokenized")
+        or PICTURED * (shown is not None and len(shown) > 0)
         or OTHER_SETTINGS * (bool(extra) and mode != "raw")
-        for has_logprobs, source, extra in zip(stored.valid, sources, extras, strict=True)
+        for has_logprobs, source, shown, extra in zip(
+            stored.valid, sources, pictures, extras, strict=True
+        )
     ]
     return AuditRows(
         table=table,

@@ -32,7 +32,8 @@ from torch.func import functional_call
 from schemas.errors import InputError, RolloutError
 from schemas.ragged import BoolArray, IntArray
 from trainer.batch import Batch
-from trainer.batches.forest import Forest, chain_forests, with_sets
+from trainer.batches.forest import Forest, chain_forests
+from trainer.batches.packing import completed
 from trainer.config.functions import POLICY_LOSS
 from trainer.loss import objective, targets_of, with_weights
 from trainer.models.attention import forward_mode_attention
@@ -109,7 +110,7 @@ def gradient_of(
     names, parameters = zip(*trained_parameters(learner), strict=True)
     tokens = batch.prompts, batch.responses
     forests = chain_forests(*tokens, targets, rows, BUDGET, routes=batch.routes)
-    for forest in with_sets(forests, batch.support):
+    for forest in completed(forests, batch):
         slot = forest.target_slot
         outputs = learner.policy(forest.to(device), batch.temperature[slot].to(device))
         weighted = _weighted(outputs, coefficients, slot).sum()

@@ -127,12 +127,14 @@ def test_spans_are_the_sampled_ranges():
             ),
             row(1, 0, [1], ([1, 2], [-1.0, -1.0]), token_source="retokenized"),
             row(2, 0, [1], ([5], [-1.0]), sampling_extra='{"repetition_penalty":1.1}'),
+            row(3, 0, [1], ([5], [-1.0]), pictures=[{"start": 0, "length": 1}]),
         ]
     ).with_columns(EXTRA[:2])
     rows = to_audit_rows(table, "processed")
-    assert rows.spans[:, 2].tolist() == [2, 2, 1]
-    assert [bool(reason) for reason in rows.reasons] == [False, True, True]
-    assert [bool(reason) for reason in to_audit_rows(table, "raw").reasons] == [False, True, False]
+    assert rows.spans[:, 2].tolist() == [2, 2, 1, 1]
+    assert [bool(reason) for reason in rows.reasons] == [False, True, True, True]
+    raw = to_audit_rows(table, "raw").reasons
+    assert [bool(reason) for reason in raw] == [False, True, False, True]
 
 
 def test_observations_end_a_span_in_rows_that_train():
