@@ -100,6 +100,10 @@ tools](other_tools.md) shows how to rebuild the prompts with only Polars or Duck
 |---|---|
 {physical}
 
+Prefixes, and what `merge` joins, are compared with their pictures: two placeholders with the same token id are different where
+`pictures` has different files, lengths or places in the span (`schemas.pictures.identity_ids`). A picture without a file or a
+span is compared by its token ids.
+
 `messages` is stored as text in both layouts. A re-tokenized context of an agent is one row, so its conversation is stored
 once, however many turns it has; `merge` keeps it. A row with exact ids has only the messages that the harness
 sent for that call, and `response_text` has the answer.
@@ -114,7 +118,7 @@ a footer, a missing shard, and a shard of a different dataset under the same nam
 Pictures, documents and recordings are files in the directory `DS.blobs` beside the dataset, named by the SHA-256 of their
 content. A file is complete before a shard refers to it. Verbs that write a new dataset link or copy the files that its rows
 refer to, and check their content. In Python, `RolloutWriter(OUT, parents=[DS])` does the same. Move and copy `DS.blobs`
-together with `DS`: `rollouts validate` reports every row whose files are missing or were changed (`image_reference`).
+together with `DS`: `rollouts validate` reports every row whose files are missing or were changed (`picture_reference`).
 `export` to `hf` and `parquet` writes the directory too; `trl`, `verl` and `slime` get the bytes in the messages, as data
 URLs; `skyrl` has no messages.
 
@@ -492,7 +496,7 @@ with peft; `--resume` also uses it.
 ## Pictures
 
 If rows show pictures (the column [`pictures`](table.md)), the policy sees them as the sampler did. Models load with
-Transformers' image-text-to-text classes; [Models](models.md#models-that-see-pictures) lists the families that pass.
+Transformers' image-text-to-text classes (5.18 or later); [Models](models.md#models-that-see-pictures) lists the families that pass.
 
 - **One encoding.** Each distinct picture of a micro-batch is encoded once, however many rows and steps show it. Rows of a tree
   share a screen like text: two tokens are equal if their ids and pictures are.
