@@ -496,7 +496,7 @@ with peft; `--resume` also uses it.
 ## Pictures
 
 If rows show pictures (the column [`pictures`](table.md)), the policy sees them as the sampler did. Models load with
-Transformers' image-text-to-text classes; [Models](models.md#models-that-see-pictures) lists the families that pass.
+Transformers' image-text-to-text classes (5.18 or later); [Models](models.md#models-that-see-pictures) lists the families that pass.
 
 - **One encoding.** Each distinct picture of a micro-batch is encoded once, however many rows and steps show it. Rows of a tree
   share a screen like text: two tokens are equal if their ids and pictures are.

@@ -145,7 +145,9 @@ def load_image_processor(directory: str) -> Callable[[Any], dict[str, Any]]:
         with importing_transformers():
             images = _images(directory)
             kind = _processor_class(directory, _files(directory))
-        settings = dict(getattr(kind, "images_kwargs", {}))
+        older: Any = getattr(kind, "valid_processor_kwargs", None)  # Transformers below 5.23
+        defaults = getattr(older, "_defaults", {}).get("images_kwargs", {})
+        settings = dict(getattr(kind, "images_kwargs", defaults))
     except Exception as error:  # Transformers does not wrap the errors of its parsers
         raise _not_loaded(directory, error) from None
     return lambda picture: dict(images(images=[picture], return_tensors="pt", **settings))

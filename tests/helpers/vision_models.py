@@ -127,6 +127,8 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 TILED = {"smolvlm", "idefics3"}
 """Families that put tokens of text between the tiles of a picture."""
+FRAMED = {"gemma3", "internvl"}
+"""Families whose spans include the tokens before and after a picture."""
 Part = str | list[int]
 """The name of a picture, or tokens of text."""
 
@@ -207,9 +209,10 @@ class Album:
             tokens = [SHOWS] * number
             if self.kind in TILED and number > 4:
                 tokens = [SEPARATOR, *[SHOWS] * 4] * (number // 4)
-            span = {"sha256": digest(part), "start": len(ids) + 1, "length": len(tokens)}
-            pictures.append(span)
+            start = len(ids) + (self.kind not in FRAMED)
             ids += [BEGIN, *tokens, END]
+            end = len(ids) - (self.kind not in FRAMED)
+            pictures.append({"sha256": digest(part), "start": start, "length": end - start})
         return ids, pictures
 
     def row(self, prompt: Sequence[Part], response: Sequence[Part]) -> dict[str, Any]:
