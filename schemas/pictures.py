@@ -57,16 +57,22 @@ def identity_ids(tokens: Ragged, begins: IntArray, pictures: pa.ChunkedArray | N
     return Ragged(ids, tokens.offsets, tokens.valid)
 
 
-def identities(table: pa.Table) -> tuple[Ragged, Ragged]:
-    """Return prompts and responses of a table in the `full` layout as `identity_ids`."""
-    prompts = Ragged.from_arrow(table.column("prompt_token_ids"))
-    responses = Ragged.from_arrow(table.column("response_ids"))
-    pictures = pictures_of(table)
+def identities_of(
+    prompts: Ragged, responses: Ragged, pictures: pa.ChunkedArray | None
+) -> tuple[Ragged, Ragged]:
+    """Return prompts and responses as `identity_ids`."""
     begins = np.zeros(len(prompts.lengths), np.int64)
     return (
         identity_ids(prompts, begins, pictures),
         identity_ids(responses, prompts.lengths, pictures),
     )
+
+
+def identities(table: pa.Table) -> tuple[Ragged, Ragged]:
+    """Return prompts and responses of a table in the `full` layout as `identity_ids`."""
+    prompts = Ragged.from_arrow(table.column("prompt_token_ids"))
+    responses = Ragged.from_arrow(table.column("response_ids"))
+    return identities_of(prompts, responses, pictures_of(table))
 
 
 def pictures_of(table: pa.Table) -> pa.ChunkedArray | None:

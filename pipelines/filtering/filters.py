@@ -251,7 +251,9 @@ def _digests(rows: pl.Series) -> pl.Series:
     table = as_table(rows.struct.unnest().select("prompt_token_ids", "response_ids"))
     prompts = Ragged.from_arrow(table.column("prompt_token_ids"))
     responses = Ragged.from_arrow(table.column("response_ids"))
-    spans_of = [_spans(entries) for entries in rows.struct.field(PICTURES)]
+    pictures = rows.struct.field(PICTURES)
+    has_pictures = pictures.null_count() < len(pictures)
+    spans_of = [_spans(entries) for entries in pictures] if has_pictures else [[]] * len(rows)
     totals = []
     for i, steps in enumerate(rows.struct.field(STEPS).to_list()):
         whole = {"start": 0, "length": len(responses.row(i))}

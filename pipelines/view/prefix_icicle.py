@@ -22,7 +22,7 @@ from rollout_io.retokenize.token_bytes import TokenBytes
 from rollout_io.terminal import whole_characters
 from schemas.columns import PICTURES
 from schemas.errors import InputError
-from schemas.pictures import identities
+from schemas.pictures import identities_of, pictures_of
 from schemas.ragged import BoolArray, Ragged
 
 MAX_TOKENS = 50_000_000
@@ -107,7 +107,7 @@ def _rows(
     recorded = _advantages(dataset, run, update, list(values))
     prompts = Ragged.from_arrow(table.column("prompt_token_ids"))
     responses = Ragged.from_arrow(table.column("response_ids"))
-    seen = identities(table)
+    seen = identities_of(prompts, responses, pictures_of(table))
     spans = table.column("segments").to_pylist() if "segments" in names else [None] * table.num_rows
     keys = zip(*(table.column(n).to_pylist() for n in ("trajectory_id", "step_index")), strict=True)
     for i, key in enumerate(keys):

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from schemas.columns import PREFIX_FIELDS
 from schemas.numpy_arrays import filled, to_arrow, to_numpy
-from schemas.pictures import identities
+from schemas.pictures import identities_of, pictures_of
 from schemas.ragged import IntArray, Ragged, gather, offsets_of
 from schemas.structure_checks import changes
 from schemas.types import PREFIX_TYPES
@@ -47,7 +47,10 @@ def encode_prefixes(table: pa.Table) -> pa.Table:
         [[1, 2], [9]]
     """
     prompts = Ragged.from_arrow(table.column("prompt_token_ids"))
-    parent, shared = find_parents(*identities(table), trajectory_starts(table))
+    ids = identities_of(
+        prompts, Ragged.from_arrow(table.column("response_ids")), pictures_of(table)
+    )
+    parent, shared = find_parents(*ids, trajectory_starts(table))
     lengths = prompts.lengths - shared
     suffix = gather(prompts.values, prompts.offsets[:-1] + shared, lengths)
     columns = [
