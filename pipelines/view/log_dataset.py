@@ -390,9 +390,7 @@ class LogDataset(Dataset):
             "num_rows": len(shown.index.rows),
             "num_trajectories": len(lines),
             "num_groups": lines["instance_id"].n_unique(),
-            "columns": [
-                {"name": n, "kind": k, "own": is_own} for n, k, is_own in [*fields, *facts]
-            ],
+            "columns": [{"name": n, "kind": k, "own": of} for n, k, of in [*fields, *facts]],
             "tokenizer": self._given_tokenizer,
             "layout": "log",
             "num_verdicts": 0,
