@@ -10,7 +10,8 @@ PYTHON312 ?= $(shell for p in python3.12 python3.13 "$$HOME"/.pyenv/versions/3.1
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
-# Tests in whose process vLLM runs.
+# Tests in whose process vLLM runs: other environments skip them. They come first, with a cache of their own,
+# because CI runs failures of the cache again in .venv.
 IN_VLLM := tests/vllm/test_colocated.py tests/vllm/test_colocated_rl.py tests/vllm/test_machines_rl.py
 CLIENTS := .venv-clients
 SKYRL := .venv-skyrl
@@ -75,8 +76,8 @@ test-nightly: $(READY) $(PAGE)/node_modules/.ready $(CHROMIUM) $(MODEL)/model.sa
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m "nightly and vllm" $(IN_VLLM)
 
 test-vllm: $(READY) $(MODEL)/model.safetensors $(VLLM)/.ready $(CLIENTS)/.ready  ## Run the tests that need a real vLLM, as a server or in the trainer
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -o cache_dir=.pytest_cache/in_vllm -m "vllm and not nightly" $(IN_VLLM)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "vllm and not nightly" tests/vllm
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m "vllm and not nightly" $(IN_VLLM)
 
 test-gpu: $(READY) $(MODEL)/model.safetensors  ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu tests/gpu

@@ -127,9 +127,9 @@ def weights(job: dict[str, Any]) -> None:
         if "lora_B" in name:
             nn.init.normal_(parameter)
     for name in ("whole", str(accelerator.process_index)):
-        given = {n: t.clone().contiguous() for n, t in checkpoint_weights(policy.model)}
+        weights = {n: t.clone().contiguous() for n, t in checkpoint_weights(policy.model)}
         if name != "whole" or accelerator.is_main_process:
-            save_file(given, folder / f"{name}.safetensors")
+            save_file(weights, folder / f"{name}.safetensors")
         if name == "whole":
             shard(None, policy, torch.optim.SGD(policy.parameters()))
 

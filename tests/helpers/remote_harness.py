@@ -26,13 +26,13 @@ def solve(endpoint, task):
 
 class Player(BaseHTTPRequestHandler):
     def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        body = {"model": asked["model"], "messages": asked["prompt"]}
-        key = {"Authorization": f"Bearer {asked['key']}"}
-        answer = posted(f"{asked['base_url']}/chat/completions", body, **key)
-        said = answer["choices"][0]["message"]["content"] or ""
+        task = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = {"model": task["model"], "messages": task["prompt"]}
+        key = {"Authorization": f"Bearer {task['key']}"}
+        answer = posted(f"{task['base_url']}/chat/completions", body, **key)
+        text = answer["choices"][0]["message"]["content"] or ""
         here = {"played_on": float(socket.gethostname().removeprefix("machine"))}
-        sent = json.dumps({"reward": len(said) / 100, "metrics": here}).encode()
+        sent = json.dumps({"reward": len(text) / 100, "metrics": here}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(sent)))
         self.end_headers()

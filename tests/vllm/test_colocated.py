@@ -135,6 +135,23 @@ def test_a_cancelled_call_is_aborted_and_the_others_go_on(engine):
     assert not engine.part._engine.has_unfinished_requests()
 
 
+def test_a_failure_of_vllm_ends_the_run_and_so_do_processes_that_differ(engine, monkeypatch):
+    def failing(*_):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "together", failing)
+        with pytest.raises(RolloutError, match="illegal memory access") as error:
+            sample_all(engine, Sampling(max_tokens=4))
+        assert error.value.rule == "engine_down"
+        other = engine.part.digest + 1
+        patched.setattr(engine, "together", lambda *_: engine.part.step([], [], other))
+        with pytest.raises(RolloutError, match="other tokens than the main process") as error:
+            sample_all(engine, Sampling(max_tokens=4))
+        assert error.value.rule == "engine_answer"
+    assert len(sample_all(engine, Sampling(max_tokens=4))) == len(PROMPTS)
+
+
 def test_a_response_ends_where_the_context_does(engine):
     (sampled,) = sample_all(engine, Sampling(max_tokens=20), [[5] * 509])
     assert (len(sampled.response_ids), sampled.stop_reason) == (3, "length")

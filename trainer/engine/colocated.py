@@ -99,13 +99,13 @@ class ColocatedVllm(InProcessEngine):
         del session
         prompt, version = [int(token) for token in prompt_token_ids], self.policy_version
         length = self.max_tokens(prompt, sampling, self._sizes["vocab_size"])
-        asked = support_fields(sampling, "processed", is_chat=False)
+        support = support_fields(sampling, "processed", is_chat=False)
         usual = sampling_fields(sampling, self._special_tokens) | {"max_tokens": length}
-        usual |= {"logprobs": asked.get("logprobs", 0)}
+        usual |= {"logprobs": support.get("logprobs", 0)}
         del usual["return_token_ids"]
         if clash := sampling.extra.keys() & usual.keys():
-            got = f"these fields are already set: {', '.join(sorted(clash))}"
-            raise ConfigError("sampling", "extra", got)
+            finding = f"these fields are already set: {', '.join(sorted(clash))}"
+            raise ConfigError("sampling", "extra", finding)
         output = (await self._answer(prompt, {**usual, **sampling.extra})).outputs[0]
         ids, routes = list(output.token_ids), output.routed_experts
         likely = [{i: one.logprob for i, one in token.items()} for token in output.logprobs]
@@ -120,7 +120,7 @@ class ColocatedVllm(InProcessEngine):
             text=output.text,
             policy_version=version,
             rollout_expert_indices=None if routes is None else routes.astype(np.int16),
-            sampling_support=complete_support(likely, ids) if asked else None,
+            sampling_support=complete_support(likely, ids) if support else None,
         )
 
     async def _answer(self, prompt: list[int], fields: dict[str, Any]) -> Any:
@@ -189,8 +189,8 @@ class ColocatedVllm(InProcessEngine):
         Raises:
             EngineError: `engine_refused`: always.
         """
-        got = f"{WHERE} takes the trainer's weights in memory (version {policy_version})"
-        raise EngineError("engine_refused", path, got, "no directory")
+        finding = f"{WHERE} takes the trainer's weights in memory (version {policy_version})"
+        raise EngineError("engine_refused", path, finding, "no directory")
 
     async def _all(self, method: str, **arguments: Any) -> Any:
         """Call a method of every process's part, in the thread of this one's."""

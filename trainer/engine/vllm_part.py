@@ -101,19 +101,19 @@ class VllmPart:
         several = {"distributed_executor_backend": "external_launcher"} if num_processes > 1 else {}
         before = generators()
         try:
-            given = vllm.EngineArgs(
+            engine_args = vllm.EngineArgs(
                 model=self._model,
                 tensor_parallel_size=num_processes,
                 logprobs_mode="processed_logprobs",
                 enable_sleep_mode=current_platform.is_sleep_mode_available(),
                 **_USUAL | several | arguments,
             )
-            self._engine = vllm.LLMEngine.from_engine_args(given)
+            self._engine = vllm.LLMEngine.from_engine_args(engine_args)
         except Exception as error:
             reason = " ".join(str(error).split())
             hint = "change engine_args in [generate]: see vLLM's EngineArgs"
-            got = f"vLLM cannot start: {type(error).__name__}: {reason[:500]}"
-            raise EngineError("engine_start", self._model, got, hint=hint) from error
+            finding = f"vLLM cannot start: {type(error).__name__}: {reason[:500]}"
+            raise EngineError("engine_start", self._model, finding, hint=hint) from error
         # For each rotary embedding, which has no weights, it warns that it failed to load weights.
         logging.getLogger(_RELOADING).setLevel(logging.ERROR)
         restore_generators(before)
@@ -185,5 +185,5 @@ class VllmPart:
 
     def _check(self, digest: int) -> None:
         if digest != self.digest:
-            got = "this process sampled other tokens than the main process"
-            raise EngineError("engine_answer", WHERE, got, "the same tokens in all processes")
+            finding = "this process sampled other tokens than the main process"
+            raise EngineError("engine_answer", WHERE, finding, "the same tokens in all processes")

@@ -247,10 +247,10 @@ def test_a_mixture_of_experts_has_adapters_in_its_attention_by_default(
 def check_named_as_saved(model: Any, path: Path, state: dict[str, torch.Tensor]) -> None:
     """What an engine gets in memory has the names and values of a saved model, and tied weights too."""
     save_model(model, path, state)
-    given, saved = dict(checkpoint_weights(model)), load_file(path / "model.safetensors")
+    in_memory, saved = dict(checkpoint_weights(model)), load_file(path / "model.safetensors")
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    assert given.keys() == saved.keys() | tied
-    assert all(torch.equal(given[name], tensor) for name, tensor in saved.items())
+    assert in_memory.keys() == saved.keys() | tied
+    assert all(torch.equal(in_memory[name], tensor) for name, tensor in saved.items())
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
