@@ -15,6 +15,7 @@ from schemas.row_checks import MIN_ANSWER_TOKENS
 Row = dict[str, Any]
 Draw = st.DrawFn
 LOGPROBS = ("rollout_logprobs", "trainer_logprobs")
+_MOST = 2**31 - 1
 _BAD_IDS = st.sampled_from([-1, -100])
 
 
@@ -271,6 +272,7 @@ def _bad_span(draw: Draw, rows: list[Row]) -> tuple[str, ...]:
     row = _any(draw, rows)
     num = len(row["prompt_token_ids"]) + len(row["response_ids"])
     bad = [(-1, 1), (-1, None), (0, 0), (0, -1), (num, 1), (num, None), (0, num + 1), (None, 1)]
+    bad += [(_MOST, 1), (_MOST, _MOST), (1, _MOST)]
     ways = [[_picture(None, None), _picture(*span)] for span in bad]
     ways.append([_picture(0, 1), _picture(None, None), _picture(0, 1)])
     row["pictures"] = draw(st.sampled_from(ways))

@@ -6,6 +6,8 @@ show different pictures.
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -16,7 +18,6 @@ from schemas.numpy_arrays import filled, to_arrow, to_numpy
 from schemas.ragged import IntArray, Ragged, list_lengths, ranges, relisted
 from schemas.types import cast_column
 
-_DIGEST = slice(len("sha256:"), len("sha256:") + 16)
 _BITS = np.uint64(2**63 - 1)
 
 
@@ -147,9 +148,10 @@ def _images_renamed(name: str, column: pa.Array) -> pa.Array:
 
 
 def _keys(sha256: pa.Array) -> npt.NDArray[np.uint64]:
-    """[S] Return the first 64 bits of the digests."""
+    """[S] Return 64 bits that identify each reference, also one that `picture_reference` refuses."""
     codes = sha256.dictionary_encode()
-    keys = [int(name[_DIGEST], 16) for name in codes.dictionary.to_pylist()]
+    digests = [hashlib.sha256(name.encode()).digest() for name in codes.dictionary.to_pylist()]
+    keys = [int.from_bytes(digest[:8], "little") for digest in digests]
     return np.take(np.array(keys, np.uint64), to_numpy(codes.indices))
 
 

@@ -209,6 +209,7 @@ def check_pictures(view: View) -> Iterator[pl.DataFrame]:
     row = np.repeat(np.arange(len(lengths)), lengths)
     names = ("sha256", "start", "length")
     flat = to_frame({n: pc.struct_field(entries, n) for n in names} | {"row": to_arrow(row)})
+    flat = flat.cast({"start": pl.Int64, "length": pl.Int64})  # their sum may exceed 32 bits
     named = pl.col("sha256").str.contains(f"^{BLOB}$").fill_null(value=True)
     bad = flat.filter(~named).unique("row", keep="first", maintain_order=True)
     sentence = "an entry of {column} has the reference {got}; expected {expected}"
@@ -223,8 +224,7 @@ def check_pictures(view: View) -> Iterator[pl.DataFrame]:
     spans = flat.with_columns(size=pl.Series(sizes[row])).filter(
         pl.col("start").is_not_null() | pl.col("length").is_not_null()
     )
-    end = (pl.col("start") + pl.col("length").fill_null(1)).alias("end")
-    spans = spans.with_columns(end.cast(pl.Int64))
+    spans = spans.with_columns(end=pl.col("start") + pl.col("length").fill_null(1))
     before = pl.col("end").shift(fill_value=0).over("row").fill_null(0)
     is_span = (
         (pl.col("start") >= before)

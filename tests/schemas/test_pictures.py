@@ -93,3 +93,13 @@ def test_images_of_version_1_become_pictures_with_a_start_in_rows_and_in_steps()
     renamed = {key: value for key, value in segment.items() if key != "images"}
     assert new.column("segments").to_pylist() == [[renamed | {"pictures": wanted}], None, []]
     assert upgrade(old.slice(1), 1).column("segments").to_pylist() == [None, []]
+
+
+@pytest.mark.parametrize(
+    "invalid", [entry("a.png", 0, 2), entry("", 1, 9), entry(DIGESTS[0], -3, 4)]
+)
+def test_entries_that_the_invariants_refuse_have_identity_ids_too(invalid):
+    """Tables that are not checked yet are compared, as the viewer and `drift` do."""
+    ids = ids_of([9, 9, 9], invalid)
+    assert len(ids) == 3
+    assert min(ids) < 0
