@@ -112,7 +112,7 @@ class PictureProcessor:
 
 
 def open_picture(content: bytes, where: str) -> Any:
-    """Decode a picture as RGB, upright; of several frames, the first.
+    """Decode a picture as RGB, upright and on white, as vLLM does; of several frames, the first.
 
     Raises:
         InputError: `picture_file`: it cannot be decoded, or has more than `MOST_PIXELS` pixels.
@@ -124,7 +124,12 @@ def open_picture(content: bytes, where: str) -> Any:
     try:
         image = Image.open(io.BytesIO(content), formats=FORMATS)
         if image.width * image.height <= MOST_PIXELS:
-            return ImageOps.exif_transpose(image).convert("RGB")
+            image = ImageOps.exif_transpose(image)
+            if image.mode == "RGB" or not image.has_transparency_data:
+                return image.convert("RGB")
+            layer, white = image.convert("RGBA"), Image.new("RGB", image.size, "white")
+            white.paste(layer, mask=layer.getchannel("A"))
+            return white
         got = f"the picture has {_size(image)}"
     except Exception as error:  # Pillow does not wrap the errors of its parsers
         got = f"the picture cannot be decoded: {_one_line(error)}"

@@ -263,6 +263,15 @@ def test_a_picture_on_its_side_is_turned_upright():
     assert (image.size, image.mode) == ((10, 30), "RGB")
 
 
+@pytest.mark.parametrize("mode", ["RGBA", "LA"])
+def test_a_transparent_picture_is_on_white(mode):
+    file, image = io.BytesIO(), Image.new("RGBA", (2, 1), (0, 0, 0, 255))
+    image.putpixel((1, 0), (0, 0, 0, 0))
+    image.convert(mode).save(file, "PNG")
+    shown = open_picture(file.getvalue(), "a.png")
+    assert [shown.getpixel((x, 0)) for x in (0, 1)] == [(0, 0, 0), (255, 255, 255)]
+
+
 def test_a_processor_that_needs_a_missing_package_is_named(qwen, tmp_path):
     pytest.importorskip("transformers")
     broken = save_family(tmp_path / "broken")
