@@ -124,10 +124,10 @@ def open_picture(content: bytes, where: str) -> Any:
     try:
         image = Image.open(io.BytesIO(content), formats=FORMATS)
         if image.width * image.height <= MOST_PIXELS:
-            image = ImageOps.exif_transpose(image)
-            if image.mode == "RGB" or not image.has_transparency_data:
-                return image.convert("RGB")
-            layer, white = image.convert("RGBA"), Image.new("RGB", image.size, "white")
+            upright = ImageOps.exif_transpose(image)
+            if upright.mode == "RGB" or not upright.has_transparency_data:
+                return upright.convert("RGB")
+            layer, white = upright.convert("RGBA"), Image.new("RGB", upright.size, "white")
             white.paste(layer, mask=layer.getchannel("A"))
             return white
         got = f"the picture has {_size(image)}"
