@@ -111,9 +111,9 @@ def application(
         return refuse(error, request.scope["path"])
 
     async def unknown_path(request: Request, _: Exception) -> Response:
-        got = f"unknown path; available: {listed}" if listed else "unknown path"
+        finding = f"unknown path; available: {listed}" if listed else "unknown path"
         path = request.scope["path"]
-        return refuse(InputError("no_such_path", path, got, hint=hint), path)
+        return refuse(InputError("no_such_path", path, finding, hint=hint), path)
 
     async def wrong_method(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -156,8 +156,8 @@ async def read_body(request: Request, most_bytes: int) -> bytes:
     encodings = [name.strip().lower() for name in header.split(",")]
     encodings = [name for name in encodings if name not in {"", "identity"}]
     if unknown := [name for name in encodings if name not in _ENCODINGS]:
-        got, expected = f"Content-Encoding: {unknown[0][:40]!r}", "gzip, br, zstd or none"
-        raise InputError("body_encoding", where, got, expected, "send the body uncompressed")
+        finding, expected = f"Content-Encoding: {unknown[0][:40]!r}", "gzip, br, zstd or none"
+        raise InputError("body_encoding", where, finding, expected, "send the body uncompressed")
     body = await _received(request, most_bytes)
     for name in reversed(encodings):  # the last one was applied last
         body = await asyncio.to_thread(_decompressed, body, name, most_bytes, where)
@@ -169,17 +169,17 @@ def _decompressed(body: bytes, encoding: str, most_bytes: int, where: str) -> by
         with pa.CompressedInputStream(pa.BufferReader(body), _ENCODINGS[encoding]) as stream:
             content: bytes = stream.read(most_bytes + 1)  # no more: a small body may be huge
     except (OSError, pa.ArrowException) as error:
-        got = f"cannot decompress the body ({encoding}): {' '.join(str(error).split())}"
-        raise InputError("compressed_body", where, got, hint="send the request again") from None
+        finding = f"cannot decompress the body ({encoding}): {' '.join(str(error).split())}"
+        raise InputError("compressed_body", where, finding, hint="send the request again") from None
     if len(content) > most_bytes:
         raise _too_large(where, most_bytes)
     return content
 
 
 def _too_large(where: str, most_bytes: int) -> InputError:
-    got = f"the body is larger than {most_bytes:,} bytes"
+    finding = f"the body is larger than {most_bytes:,} bytes"
     hint = "raise the limit: rollouts record --max-request-mb N"
-    return InputError("request_size", where, got, hint=hint)
+    return InputError("request_size", where, finding, hint=hint)
 
 
 async def _received(request: Request, most_bytes: int) -> bytes:
@@ -189,8 +189,8 @@ async def _received(request: Request, most_bytes: int) -> bytes:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 part = await anext(stream, None)
         except TimeoutError:
-            got = f"no part of the body arrived for {BODY_TIMEOUT_S:g} s"
-            raise InputError("body_timeout", request.scope["path"], got) from None
+            finding = f"no part of the body arrived for {BODY_TIMEOUT_S:g} s"
+            raise InputError("body_timeout", request.scope["path"], finding) from None
         if part is None:
             return b"".join(parts)
         parts.append(part)

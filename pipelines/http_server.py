@@ -43,8 +43,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().data_received(data)
         self._num_kept_bytes = 0 if self._has_moved else self._num_kept_bytes + len(data)
         if self._num_kept_bytes > HEAD_BYTES and not self.transport.is_closing():
-            got = f"the headers are larger than {HEAD_BYTES:,} bytes"
-            self._refuse(InputError("head_size", "request", got))
+            finding = f"the headers are larger than {HEAD_BYTES:,} bytes"
+            self._refuse(InputError("head_size", "request", finding))
 
     def on_message_begin(self) -> None:
         """Start the timer with the first byte of a request."""
@@ -81,8 +81,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _late(self) -> None:
-        got = f"the headers did not arrive within {HEAD_TIMEOUT_S:g} s"
-        self._refuse(InputError("head_timeout", "request", got))
+        finding = f"the headers did not arrive within {HEAD_TIMEOUT_S:g} s"
+        self._refuse(InputError("head_timeout", "request", finding))
 
     def _refuse(self, error: InputError) -> None:
         self._stop_waiting()
@@ -150,6 +150,6 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         reason = (error.strerror or str(error)).lower()
-        got, hint = f"cannot listen here: {reason}", "pass --port 0 to pick a free port"
-        raise ConfigError("address", f"{host}:{port}", got, hint=hint) from None
+        finding, hint = f"cannot listen here: {reason}", "pass --port 0 to pick a free port"
+        raise ConfigError("address", f"{host}:{port}", finding, hint=hint) from None
     return listener

@@ -105,8 +105,8 @@ def group_quotas(
     for name, quota in quotas.items():
         if quota > sizes[name]:
             hint = "ask for fewer groups, or for a smaller fraction from this dataset"
-            got = count(sizes[name], "group")
-            raise InputError("enough_groups", name, got, f"at least {quota}", hint)
+            finding = count(sizes[name], "group")
+            raise InputError("enough_groups", name, finding, f"at least {quota}", hint)
     if total == 0:
         hint = "loosen the filters, or ask for more groups"
         raise InputError("nothing_left", "mixture", "no group is left", hint=hint)
@@ -116,9 +116,9 @@ def group_quotas(
 def _check_shares(sizes: Mapping[str, int], shares: Mapping[str, float]) -> None:
     good = all(np.isfinite(share) and share > 0 for share in shares.values())
     if set(shares) != set(sizes) or not good:
-        got = ", ".join(f"{name}: {share}" for name, share in shares.items())
+        finding = ", ".join(f"{name}: {share}" for name, share in shares.items())
         expected = "one number above 0 for each of " + ", ".join(sizes)
-        raise ConfigError("shares", "mixture", got, expected, "leave out empty datasets")
+        raise ConfigError("shares", "mixture", finding, expected, "leave out empty datasets")
 
 
 def _unit(shares: Mapping[str, float]) -> dict[str, float]:
@@ -146,9 +146,9 @@ def _refuse_shared(ids: Mapping[str, pl.DataFrame]) -> None:
         shared = ids[one].join(ids[other], on="instance_id", how="semi", maintain_order="left")
         if len(shared):
             number = shared["instance_id"].n_unique()
-            got = first_of(f"both contain group {shared['instance_id'][0]!r}", number)
+            finding = first_of(f"both contain group {shared['instance_id'][0]!r}", number)
             hint = "prefix ids with the dataset's name: --prefix-names (prefix_names=True)"
-            raise InputError("unique_group", f"{one} and {other}", got, hint=hint)
+            raise InputError("unique_group", f"{one} and {other}", finding, hint=hint)
 
 
 def _draw(ids: pl.DataFrame, num_groups: int, seed: int) -> pl.DataFrame:
@@ -206,8 +206,8 @@ def _common_schema(frames: Mapping[str, pl.LazyFrame]) -> pl.Schema:
         return pl.concat(empty, how="diagonal_relaxed").schema
     except pl.exceptions.PolarsError as error:
         where = ", ".join(frames)
-        got = f"cannot combine the columns: {str(error).splitlines()[0]}"
-        raise InvariantError("columns_and_types", where, got) from None
+        finding = f"cannot combine the columns: {str(error).splitlines()[0]}"
+        raise InvariantError("columns_and_types", where, finding) from None
 
 
 def _place(

@@ -94,12 +94,12 @@ class Guard:
         host = self._host(_values(scope, b"host"), where)
         for origin in _values(scope, b"origin"):
             if not _is_of(origin, host):
-                got = f"requests from the origin {origin!r} are not allowed"
-                raise InputError("foreign_origin", where, got)
+                finding = f"requests from the origin {origin!r} are not allowed"
+                raise InputError("foreign_origin", where, finding)
         sites = set(_values(scope, b"sec-fetch-site")) - _OWN_SITES
         if sites and not _follows_link(scope):
-            got = f"requests from pages of other sites are not allowed ({min(sites)})"
-            raise InputError("foreign_origin", where, got)
+            finding = f"requests from pages of other sites are not allowed ({min(sites)})"
+            raise InputError("foreign_origin", where, finding)
 
     def _host(self, hosts: list[str], where: str) -> _Authority:
         if len(hosts) != 1:
@@ -108,8 +108,8 @@ class Guard:
         if host is None or not self._is_served(host.name):
             names = ", ".join(sorted(self._names))
             hint = "if it names this machine, start the server with --allow-host NAME"
-            got, expected = f"the host {hosts[0]!r}", f"one of {names}"
-            raise InputError("foreign_host", where, got, expected, hint)
+            finding, expected = f"the host {hosts[0]!r}", f"one of {names}"
+            raise InputError("foreign_host", where, finding, expected, hint)
         return host
 
     def _is_served(self, name: str) -> bool:

@@ -56,14 +56,14 @@ def place_outcomes(frame: Frame, outcomes: Frame) -> pl.LazyFrame:
     try:
         outcome = given.select("trajectory_id", pl.col("reward").cast(pl.Float64)).collect()
     except pl.exceptions.PolarsError as error:
-        got = " ".join(str(error).split("\n")[0].split())
+        finding = " ".join(str(error).split("\n")[0].split())
         expected = "numbers in the column 'reward'"
-        raise InvariantError("columns_and_types", "outcomes", got, expected) from error
+        raise InvariantError("columns_and_types", "outcomes", finding, expected) from error
     repeated = outcome.filter(pl.col("trajectory_id").is_duplicated())
     if len(repeated):
         name = repeated["trajectory_id"][0]
-        got = f"{name!r} more than once ({len(repeated)} rows have repeated ids)"
-        raise InputError("unique_outcome", "outcomes", got, "unique trajectory_ids")
+        finding = f"{name!r} more than once ({len(repeated)} rows have repeated ids)"
+        raise InputError("unique_outcome", "outcomes", finding, "unique trajectory_ids")
     failed = pl.col("error").is_not_null() if _has(frame, "error") else pl.lit(value=False)
     # reward * 0.0, not 0.0: earlier steps of a trajectory without an outcome remain null.
     value = pl.when("is_last_step").then("reward").otherwise(pl.col("reward") * 0.0)
@@ -80,8 +80,8 @@ def _check_columns(frame: pl.LazyFrame, where: str, names: Sequence[str]) -> Non
     columns = frame.collect_schema().names()
     for name in names:
         if name not in columns:
-            got, expected = f"the columns {', '.join(columns)}", f"a column {name!r}"
-            raise InvariantError("columns_and_types", where, got, expected)
+            finding, expected = f"the columns {', '.join(columns)}", f"a column {name!r}"
+            raise InvariantError("columns_and_types", where, finding, expected)
 
 
 def place_rewards(frame: Frame) -> pl.LazyFrame:

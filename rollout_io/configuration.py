@@ -201,8 +201,8 @@ def _names(dotted: str, types: Mapping[str, Any], where: str) -> list[str]:
         found: Any = tomllib.loads(f"{dotted} = 0")
     except tomllib.TOMLDecodeError as error:
         hint = 'quote names with characters other than letters, digits, _ and -: table."my.name"'
-        got = f"`{dotted}` is not a valid TOML key"
-        raise ConfigError("config_key", where, got, "", hint) from error
+        finding = f"`{dotted}` is not a valid TOML key"
+        raise ConfigError("config_key", where, finding, "", hint) from error
     names = []
     while isinstance(found, dict):
         ((name, found),) = found.items()
@@ -305,8 +305,8 @@ def check_required(values: Mapping[str, Any], required: Mapping[str, str]) -> No
         for name in key.split("."):
             found = found.get(name) if isinstance(found, Mapping) else None
         if found is None or found == "":
-            got, message = f"no `{key}`", f"Missing key: {key} ({what})"
-            raise ConfigError("config_key", "configuration", got, what, message=message)
+            finding, message = f"no `{key}`", f"Missing key: {key} ({what})"
+            raise ConfigError("config_key", "configuration", finding, what, message=message)
 
 
 def read_values(path: str | Path | None) -> dict[str, Any]:
@@ -326,8 +326,8 @@ def read_values(path: str | Path | None) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError("config_file", str(path), "the file is nested too deeply") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        got = f"the file is not valid {kind}: {error}"
-        raise ConfigError("config_file", str(path), got) from error
+        finding = f"the file is not valid {kind}: {error}"
+        raise ConfigError("config_file", str(path), finding) from error
     if not isinstance(values, dict):
         raise ConfigError("config_file", str(path), _shown(values), "a JSON object")
     return values
@@ -347,10 +347,10 @@ def _typed(
     try:
         return msgspec.convert(value, kind)
     except (msgspec.ValidationError, ValueError, OverflowError, RecursionError) as error:
-        got, name = _shown(value), f"{table}{key}"
+        finding, name = _shown(value), f"{table}{key}"
         example = keys.list_examples.get(name)
         shown = example and f"write {key} = {example} in a file, or --set '{name}={example}'"
-        raise ConfigError("config_value", where, got, type_in_words(kind), shown) from error
+        raise ConfigError("config_value", where, finding, type_in_words(kind), shown) from error
 
 
 def _has_huge_number(value: Any) -> bool:

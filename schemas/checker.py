@@ -217,8 +217,8 @@ def check_types(
     if PREFIX_TYPES.keys() <= set(table.column_names):
         missing.discard("prompt_token_ids")
     sentence = "the required column {column} is missing"
-    got, expected = "no such column", "a required column"
-    found = [_wrong(name, got, expected, sentence) for name in sorted(missing)]
+    finding, expected = "no such column", "a required column"
+    found = [_wrong(name, finding, expected, sentence) for name in sorted(missing)]
     declared = [n for n in table.column_names if n in COLUMN_BY_NAME or n in PREFIX_TYPES]
     misfits = [frame for name in declared for frame in _check_type(table, name)]
     unfit = frozenset(frame["column"].item() for frame in misfits)
@@ -296,9 +296,12 @@ def unreadable_text(
                     spans += [(half, end), (begin, half)] if end - begin > 1 else []
                     rows += [at + begin] if end - begin == 1 else []
             at += len(chunk)
-        got, sentence = ["invalid UTF-8"] * len(rows), "the text in column {column} is not UTF-8"
+        finding, sentence = (
+            ["invalid UTF-8"] * len(rows),
+            "the text in column {column} is not UTF-8",
+        )
         index = np.array(rows, np.int64)
-        found.append(view.breaches("columns_and_types", index, name, got, "UTF-8", sentence))
+        found.append(view.breaches("columns_and_types", index, name, finding, "UTF-8", sentence))
     return joined(found)
 
 
@@ -365,14 +368,14 @@ def _check_nulls(view: View, name: str) -> list[pl.DataFrame]:
         )
     rows = _rows_with_null_elements(values)
     if len(rows):
-        got, sentence = ["a null element"] * len(rows), "{column} contains a null element"
-        found.append(view.breaches(rule, rows, name, got, "no null", sentence))
+        finding, sentence = ["a null element"] * len(rows), "{column} contains a null element"
+        found.append(view.breaches(rule, rows, name, finding, "no null", sentence))
     if name == "token_source":
         texts = pl.Series(view.strings(name))
         unknown = texts.is_not_null() & ~texts.is_in(TOKEN_SOURCES)
         rows = unknown.arg_true().to_numpy()
-        got = [repr(text) for text in texts.filter(unknown)]
-        found.append(view.breaches(rule, rows, name, got, " or ".join(TOKEN_SOURCES)))
+        finding = [repr(text) for text in texts.filter(unknown)]
+        found.append(view.breaches(rule, rows, name, finding, " or ".join(TOKEN_SOURCES)))
     return found
 
 

@@ -170,12 +170,12 @@ def upgrade(
     where = f"schema version {version}"
     if version > current:
         hint = "pip install --upgrade rollout-io"
-        got = f"this release of rollout-io only reads versions up to {current}"
-        raise InputError("schema_version", where, got, "", hint)
+        finding = f"this release of rollout-io only reads versions up to {current}"
+        raise InputError("schema_version", where, finding, "", hint)
     for step in range(version, current):
         if step not in upgrades:
-            got = f"rollout-io cannot upgrade tables of this version to version {current}"
-            raise InputError("schema_version", where, got)
+            finding = f"rollout-io cannot upgrade tables of this version to version {current}"
+            raise InputError("schema_version", where, finding)
         table = upgrades[step](table)
     return table
 

@@ -41,8 +41,8 @@ def check_nonempty(view: View) -> Iterator[pl.DataFrame]:
     ):
         if lengths is not None:
             rows = np.flatnonzero((lengths == 0) & healthy)
-            got = ["0 tokens"] * len(rows)
-            yield view.breaches(rule, rows, name, got, "at least 1 token", "{column} is empty")
+            finding = ["0 tokens"] * len(rows)
+            yield view.breaches(rule, rows, name, finding, "at least 1 token", "{column} is empty")
 
 
 def check_lengths_align(view: View) -> Iterator[pl.DataFrame]:
@@ -54,9 +54,9 @@ def check_lengths_align(view: View) -> Iterator[pl.DataFrame]:
         if view.has(name):
             lengths = list_lengths(view.table.column(name))
             rows = np.flatnonzero(~view.is_null(name) & (lengths != expected))
-            got, wanted = [f"{n} values" for n in lengths[rows]], expected[rows].astype(str)
+            finding, wanted = [f"{n} values" for n in lengths[rows]], expected[rows].astype(str)
             sentence = "{column} has {got} but response_ids has {expected}"
-            yield view.breaches("lengths_align", rows, name, got, list(wanted), sentence)
+            yield view.breaches("lengths_align", rows, name, finding, list(wanted), sentence)
 
 
 def check_token_range(view: View, vocab_size: int | None) -> Iterator[pl.DataFrame]:
@@ -77,9 +77,9 @@ def check_rewards(view: View) -> Iterator[pl.DataFrame]:
     known = ~view.is_null("reward")
     if scalar is not None:
         rows = np.flatnonzero(known & ~np.isfinite(scalar))
-        got = [str(x) for x in scalar[rows]]
+        finding = [str(x) for x in scalar[rows]]
         expected, sentence = "a finite number or null", "reward is {got}; it must be finite or null"
-        yield view.breaches("reward_finite", rows, "reward", got, expected, sentence)
+        yield view.breaches("reward_finite", rows, "reward", finding, expected, sentence)
         scalar = np.where(known, scalar, np.nan)
         if view.has("segments"):
             yield _step_rewards(view, scalar)
@@ -103,18 +103,18 @@ def _step_rewards(view: View, scalar: npt.NDArray[np.float64]) -> pl.DataFrame:
     sums = np.bincount(row, np.where(joined, earned, 0.0), len(scalar))
     merged = np.bincount(row, joined, len(scalar)) > 0
     rows = np.flatnonzero(merged & _differ(sums, scalar))
-    got, expected = [f"{scalar[r]:g}" for r in rows], [f"{sums[r]:g}" for r in rows]
+    finding, expected = [f"{scalar[r]:g}" for r in rows], [f"{sums[r]:g}" for r in rows]
     sentence = "reward is {got} but the rewards of the row's steps sum to {expected}"
-    return view.breaches("reward_matches_rewards", rows, "reward", got, expected, sentence)
+    return view.breaches("reward_matches_rewards", rows, "reward", finding, expected, sentence)
 
 
 def _reward_sums(view: View, column: Ragged, scalar: npt.NDArray[np.float64]) -> pl.DataFrame:
     sums, unknown = row_sums(column), view.is_null("reward")
     rows = np.flatnonzero(column.valid & (unknown | _differ(sums, scalar)))
-    got = [f"{x:g}" for x in sums[rows]]
+    finding = [f"{x:g}" for x in sums[rows]]
     expected = ["null" if unknown[r] else f"{scalar[r]:g}" for r in rows]
     sentence = "rewards sum to {got} but reward is {expected}"
-    return view.breaches("reward_matches_rewards", rows, "rewards", got, expected, sentence)
+    return view.breaches("reward_matches_rewards", rows, "rewards", finding, expected, sentence)
 
 
 def _differ(sums: npt.NDArray[Any], rewards: npt.NDArray[Any]) -> BoolArray:
@@ -140,10 +140,10 @@ def check_segments(view: View) -> Iterator[pl.DataFrame]:
     bad = (start < before_end) | (spans.length < 1) | (end > limit)
     bad |= spans.step_index < before_step
     index, rows = _first_per_row(spans.row, bad)
-    got = [f"the range {start[i]}..{end[i]} of step {spans.step_index[i]}" for i in index]
+    finding = [f"the range {start[i]}..{end[i]} of step {spans.step_index[i]}" for i in index]
     expected = [f"ordered, disjoint ranges inside 0..{limit[i]}" for i in index]
     sentence = "{column} contains {got}; expected {expected}"
-    yield view.breaches("segments_in_range", rows, "segments", got, expected, sentence)
+    yield view.breaches("segments_in_range", rows, "segments", finding, expected, sentence)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,9 +181,9 @@ def check_routing(view: View) -> Iterator[pl.DataFrame]:
     # prefix_reference has already reported negative lengths.
     outside = ~view.is_null(name) & ((lengths < 1) | (lengths > limit)) & (prompts >= 0)
     rows = np.flatnonzero(outside)
-    got, expected = [f"{n}" for n in lengths[rows]], [f"1 to {n}" for n in limit[rows]]
+    finding, expected = [f"{n}" for n in lengths[rows]], [f"1 to {n}" for n in limit[rows]]
     sentence = "{column} covers {got} tokens; it must cover {expected} (prompt + response)"
-    yield view.breaches("routing_shape", rows, name, got, expected, sentence)
+    yield view.breaches("routing_shape", rows, name, finding, expected, sentence)
 
     tokens = pc.list_flatten(column)
     experts = to_numpy(pc.list_flatten(pc.list_flatten(tokens)))
@@ -191,9 +191,9 @@ def check_routing(view: View) -> Iterator[pl.DataFrame]:
         per_token = len(experts) // len(tokens)
         token = np.flatnonzero((experts < 0).reshape(-1, per_token).any(axis=1))
         rows = np.unique(np.repeat(np.arange(len(lengths)), lengths)[token])
-        got = ["an expert below 0"] * len(rows)
+        finding = ["an expert below 0"] * len(rows)
         sentence = "{column} contains a negative expert index"
-        yield view.breaches("routing_shape", rows, name, got, ">= 0", sentence)
+        yield view.breaches("routing_shape", rows, name, finding, ">= 0", sentence)
 
 
 BLOB = r"sha256:[0-9a-f]{64}"
@@ -233,10 +233,12 @@ def check_pictures(view: View) -> Iterator[pl.DataFrame]:
     )
     bad = spans.filter(~is_span.fill_null(value=False))
     bad = bad.unique("row", keep="first", maintain_order=True)
-    got = [f"start {s}, length {n}" for s, n in bad.select("start", "length").iter_rows()]
+    finding = [f"start {s}, length {n}" for s, n in bad.select("start", "length").iter_rows()]
     expected = "1 or more tokens inside prompt + response, after the picture before"
     sentence = "an entry of {column} has {got}; expected {expected}"
-    yield view.breaches("picture_spans", bad["row"].to_numpy(), PICTURES, got, expected, sentence)
+    yield view.breaches(
+        "picture_spans", bad["row"].to_numpy(), PICTURES, finding, expected, sentence
+    )
 
 
 def check_redacted(view: View) -> Iterator[pl.DataFrame]:
@@ -250,10 +252,10 @@ def check_redacted(view: View) -> Iterator[pl.DataFrame]:
     known = np.flatnonzero(marks.values & (inside < mask.lengths[row]))
     found = known[mask.values[mask.offsets[row[known]] + inside[known]]]
     rows, first = np.unique(row[found], return_index=True)
-    got = [f"token {at}" for at in inside[found][first]]
+    finding = [f"token {at}" for at in inside[found][first]]
     sentence = "{column} is true at {got}, which loss_mask trains on; expected {expected}"
     expected = "loss_mask false at redacted tokens"
-    yield view.breaches("redacted_untrained", rows, "redacted", got, expected, sentence)
+    yield view.breaches("redacted_untrained", rows, "redacted", finding, expected, sentence)
 
 
 def check_metrics(view: View) -> Iterator[pl.DataFrame]:
@@ -268,13 +270,15 @@ def check_metrics(view: View) -> Iterator[pl.DataFrame]:
     frame = to_frame({"row": rows, "key": key.cast(pa.string()), "is_null": is_null})
     repeated = pl.struct("row", "key").is_first_distinct().not_()
     bad = frame.filter(pl.col("is_null") | repeated).unique("row", keep="first").sort("row")
-    got = [
+    finding = [
         "a null" if is_null else f"{name!r} twice"
         for name, is_null in bad.select("key", "is_null").iter_rows()
     ]
     expected = "each name once, without nulls"
     sentence = "{column} contains {got}; expected {expected}"
-    yield view.breaches("metrics_keys", bad["row"].to_numpy(), "metrics", got, expected, sentence)
+    yield view.breaches(
+        "metrics_keys", bad["row"].to_numpy(), "metrics", finding, expected, sentence
+    )
 
 
 def check_prompts(view: View) -> Iterator[pl.DataFrame]:
@@ -310,11 +314,13 @@ def check_prompts(view: View) -> Iterator[pl.DataFrame]:
         if ranges.trains(index) and ranges.begins(index, prompt.values[at:])
     ]
     found = list(_unexplained(ranges, repeated, first_rows(view)))
-    got = [f"its {ranges.length[i]} sampled tokens as the last assistant message" for i in found]
+    finding = [
+        f"its {ranges.length[i]} sampled tokens as the last assistant message" for i in found
+    ]
     expected = "a prompt that ends before its response"
     rows = ranges.row[np.array(found, np.int64)]
     sentence = "the last assistant message of the prompt is the response itself"
-    yield view.breaches("response_in_prompt", rows, "prompt_token_ids", got, expected, sentence)
+    yield view.breaches("response_in_prompt", rows, "prompt_token_ids", finding, expected, sentence)
 
 
 @dataclass(frozen=True, slots=True)

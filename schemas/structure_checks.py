@@ -79,20 +79,20 @@ def check_structure(view: View, runs: Runs, seen: set[str]) -> Iterator[pl.DataF
     yield _misnamed(view)
 
     rows = runs.start[returning & at_zero]
-    got, expected = ["step 0 again"] * len(rows), "each trajectory once"
+    finding, expected = ["step 0 again"] * len(rows), "each trajectory once"
     sentence = "the trajectory id was already used by earlier rows"
-    yield view.breaches("unique_trajectory", rows, "trajectory_id", got, expected, sentence)
+    yield view.breaches("unique_trajectory", rows, "trajectory_id", finding, expected, sentence)
 
     rows = runs.start[split]
-    got = ["a trajectory that continues after rows of a different trajectory"] * len(rows)
+    finding = ["a trajectory that continues after rows of a different trajectory"] * len(rows)
     expected = "all rows of a trajectory next to each other"
     sentence = "the trajectory continues after rows of a different trajectory"
-    yield view.breaches("contiguous_trajectory", rows, "trajectory_id", got, expected, sentence)
+    yield view.breaches("contiguous_trajectory", rows, "trajectory_id", finding, expected, sentence)
 
     wanted = np.arange(len(steps)) - runs.start[runs.run]
     rows = np.flatnonzero((steps != wanted) & ~split[runs.run])
-    got, expected_steps = [str(s) for s in steps[rows]], [str(s) for s in wanted[rows]]
-    yield view.breaches("step_index_sequence", rows, "step_index", got, expected_steps)
+    finding, expected_steps = [str(s) for s in steps[rows]], [str(s) for s in wanted[rows]]
+    yield view.breaches("step_index_sequence", rows, "step_index", finding, expected_steps)
     yield _boundaries(view, runs)
 
 
@@ -111,9 +111,9 @@ def _misnamed(view: View) -> pl.DataFrame:
     wanted = instance + "_" + repetition.cast(pl.String)
     differs = actual != wanted
     rows = differs.arg_true().to_numpy()
-    got, expected = actual.filter(differs).to_list(), wanted.filter(differs).to_list()
+    finding, expected = actual.filter(differs).to_list(), wanted.filter(differs).to_list()
     sentence = "trajectory_id is {got} but instance_id and repetition_id give {expected}"
-    return view.breaches("unique_trajectory", rows, "trajectory_id", got, expected, sentence)
+    return view.breaches("unique_trajectory", rows, "trajectory_id", finding, expected, sentence)
 
 
 def _boundaries(view: View, runs: Runs) -> pl.DataFrame:
@@ -143,9 +143,9 @@ def check_outcome(view: View, runs: Runs) -> Iterator[pl.DataFrame]:
     without = ~known[runs.end] | (reward[runs.end] == 0)
     without &= view.is_null("segments")[runs.end]  # a merged row's reward is a sum
     rows = runs.end[inner & without & view.is_null("error")[runs.end]]
-    got, expected = ["reward on earlier rows only"] * len(rows), "reward on the last row"
+    finding, expected = ["reward on earlier rows only"] * len(rows), "reward on the last row"
     sentence = "earlier rows of the trajectory have a reward but its last row has none"
-    yield view.breaches("outcome_on_last_step", rows, "reward", got, expected, sentence)
+    yield view.breaches("outcome_on_last_step", rows, "reward", finding, expected, sentence)
 
 
 def check_prefix(view: View) -> Iterator[pl.DataFrame]:
@@ -166,10 +166,12 @@ def check_prefix(view: View) -> Iterator[pl.DataFrame]:
     limit = np.where(rooted | ~earlier, 0, total[parent_row] if len(total) else 0)
     bad = ~earlier | (prefix < 0) | (prefix > limit)
     rows = np.flatnonzero(bad)
-    got = [f"{prefix[r]} tokens of {'no step' if rooted[r] else f'step {parent[r]}'}" for r in rows]
+    finding = [
+        f"{prefix[r]} tokens of {'no step' if rooted[r] else f'step {parent[r]}'}" for r in rows
+    ]
     expected = [f"0..{limit[r]} tokens of an earlier step" for r in rows]
     sentence = "the prompt begins with {got}; expected {expected}"
-    yield view.breaches("prefix_reference", rows, "prefix_length", got, expected, sentence)
+    yield view.breaches("prefix_reference", rows, "prefix_length", finding, expected, sentence)
 
 
 def check_whole(view: View) -> pl.DataFrame:
@@ -181,10 +183,10 @@ def check_whole(view: View) -> pl.DataFrame:
     steps = view.array("step_index")
     index = np.arange(len(steps)) - first_rows(view)
     rows = np.flatnonzero(steps != index)
-    got = [f"step {steps[r]} as row {index[r]} of its trajectory" for r in rows]
+    finding = [f"step {steps[r]} as row {index[r]} of its trajectory" for r in rows]
     expected = "all rows of a trajectory in one row group, in order"
     sentence = "found {got}; expected {expected}"
-    return view.breaches("prefix_reference", rows, "step_index", got, expected, sentence)
+    return view.breaches("prefix_reference", rows, "step_index", finding, expected, sentence)
 
 
 def first_rows(view: View) -> IntArray:

@@ -69,8 +69,8 @@ def check_support(view: View) -> Iterator[pl.DataFrame]:
     sentence = "at token {got}, {column} {expected}"
     for bad, expected in ((lacks, "lacks the sampled id"), (again, "has an id twice")):
         rows, first = np.unique(sets.row[bad], return_index=True)
-        got = [str(number) for number in sets.position[bad][first]]
-        yield view.breaches("support_has_token", rows, SUPPORT, got, expected, sentence)
+        finding = [str(number) for number in sets.position[bad][first]]
+        yield view.breaches("support_has_token", rows, SUPPORT, finding, expected, sentence)
 
 
 def check_teacher(view: View) -> Iterator[pl.DataFrame]:
@@ -96,10 +96,10 @@ def check_teacher(view: View) -> Iterator[pl.DataFrame]:
         )
         bad += [ids.row[:size][differs], ids.row[size:], values.row[size:]]
     rows = np.unique(np.concatenate(bad))
-    got = ["ids and log-probabilities that do not belong together"] * len(rows)
+    finding = ["ids and log-probabilities that do not belong together"] * len(rows)
     expected = "one finite log-probability of at most 0 per id, no id twice"
     sentence = f"{TEACHER_IDS} and {TEACHER_LOGPROBS} have {{got}}; expected {{expected}}"
-    yield view.breaches("teacher_shape", rows, names[0], got, expected, sentence)
+    yield view.breaches("teacher_shape", rows, names[0], finding, expected, sentence)
 
 
 def check_set_range(view: View, top: int, expected: str) -> Iterator[pl.DataFrame]:
@@ -108,6 +108,6 @@ def check_set_range(view: View, top: int, expected: str) -> Iterator[pl.DataFram
         if view.has(name):
             sets = _Sets.of(view, name)
             rows = np.unique(sets.row[(sets.ids < 0) | (sets.ids > top)])
-            got = ["an id out of range"] * len(rows)
+            finding = ["an id out of range"] * len(rows)
             sentence = "{column} contains {got}; expected {expected}"
-            yield view.breaches("token_range", rows, name, got, expected, sentence)
+            yield view.breaches("token_range", rows, name, finding, expected, sentence)

@@ -48,9 +48,9 @@ def check_versions(view: View) -> Iterator[pl.DataFrame]:
     is_known = ~view.is_null("policy_version") & (np.bincount(row, values > 0, len(lengths)) > 0)
     differs = is_known & (~has_oldest | (np.bincount(row, older, len(lengths)) > 0))
     rows = np.flatnonzero(differs)
-    got = [str(np.unique(column.row(int(r))).tolist()) for r in rows]
+    finding = [str(np.unique(column.row(int(r))).tolist()) for r in rows]
     sentence = "{column} are {got}, but policy_version, the oldest, is {expected}"
-    yield view.breaches(rule, rows, name, got, list(oldest[rows].astype(str)), sentence)
+    yield view.breaches(rule, rows, name, finding, list(oldest[rows].astype(str)), sentence)
 
 
 def first_elements(view: View, rule: str, name: str, bad: BoolArray, expected: str) -> pl.DataFrame:
@@ -58,12 +58,12 @@ def first_elements(view: View, rule: str, name: str, bad: BoolArray, expected: s
     column: Ragged = view.ragged(name)
     positions = np.flatnonzero(bad)
     rows, first, counts = np.unique(column.row_of(positions), return_index=True, return_counts=True)
-    got = [
+    finding = [
         _element(column, int(positions[i]), int(row), int(count))
         for row, i, count in zip(rows, first, counts, strict=True)
     ]
     sentence = "{column} contains {got}; expected {expected}"
-    return view.breaches(rule, rows, name, got, expected, sentence)
+    return view.breaches(rule, rows, name, finding, expected, sentence)
 
 
 def _element(column: Ragged, position: int, row: int, count: int) -> str:

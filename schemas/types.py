@@ -63,9 +63,9 @@ def _to_arrow(data: pl.DataFrame) -> pa.Table:
     try:
         return data.to_arrow()
     except pa.ArrowException as error:
-        got = f"Arrow cannot store a column: {error}"
+        finding = f"Arrow cannot store a column: {error}"
         hint = "cast the column to a type that Arrow supports, or drop it"
-        raise InvariantError("columns_and_types", "table", got, "", hint) from None
+        raise InvariantError("columns_and_types", "table", finding, "", hint) from None
 
 
 def is_list(kind: pa.DataType) -> bool:

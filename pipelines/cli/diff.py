@@ -118,8 +118,8 @@ def _refuse_runs(*paths: str) -> None:
         hint += (
             f"view {named}`; `rollouts diff` takes the datasets of runs, such as RUN/rollouts/*/"
         )
-        got = "these are training runs, not datasets"
-        raise InputError("dataset_exists", " and ".join(paths), got, "", hint)
+        finding = "these are training runs, not datasets"
+        raise InputError("dataset_exists", " and ".join(paths), finding, "", hint)
 
 
 def _attempts(

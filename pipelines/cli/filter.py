@@ -199,9 +199,9 @@ def _overlaps(dataset: str, frame: pl.LazyFrame, evaluation: str) -> pl.DataFram
         pass
     tokenizer = remembered_tokenizer(read_metadata(dataset))
     if tokenizer is None:
-        got = "the tokenizer of the dataset is unknown, or not on this machine"
+        finding = "the tokenizer of the dataset is unknown, or not on this machine"
         hint = "convert the log again with --tokenizer DIR"
-        raise InputError("tokenizer", dataset, got, "its tokenizer, to compare texts", hint)
+        raise InputError("tokenizer", dataset, finding, "its tokenizer, to compare texts", hint)
     return overlaps(frame, evaluation, load_token_bytes(tokenizer))
 
 
@@ -217,8 +217,8 @@ def _combined(
     if len(set(names)) < len(names):
         names = [source.path for source in sources]
     if len(set(names)) < len(names):
-        got, hint = "the same dataset is given twice", "list each dataset once"
-        raise InputError("unique_group", "--mix", got, hint=hint)
+        finding, hint = "the same dataset is given twice", "list each dataset once"
+        raise InputError("unique_group", "--mix", finding, hint=hint)
     frames = {name: _with_sampling(source) for name, source in zip(names, sources, strict=True)}
     shares = dict(zip(names, values["share"], strict=True)) if values["share"] else None
     num = values["sample_groups"] if values["mix"] else None
@@ -279,9 +279,9 @@ def _common(metadata_of: dict[str, DatasetMetadata], outcome: Outcome | None) ->
         path: outcome or metadata.outcome or "last" for path, metadata in metadata_of.items()
     }
     if len(set(returns.values())) > 1:
-        got = ", ".join(f"outcome {value} in {path}" for path, value in returns.items())
+        finding = ", ".join(f"outcome {value} in {path}" for path, value in returns.items())
         hint = "pass --outcome sum or --outcome last for all datasets"
-        message = f"--mix: the datasets define returns differently: {got}"
-        raise InputError("file_metadata", "--mix", got, hint=hint, message=message)
+        message = f"--mix: the datasets define returns differently: {finding}"
+        raise InputError("file_metadata", "--mix", finding, hint=hint, message=message)
     shared = common(metadata_of, {"tokenizer_fingerprint", "logprobs_mode"})
     return shared.replace(outcome=outcome or shared.outcome)

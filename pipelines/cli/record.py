@@ -192,9 +192,11 @@ def _check(settings: RecordSettings) -> None:
         if not url.startswith(("http://", "https://")):
             raise ConfigError("config_value", "--upstream", repr(url), expected)
         if {"@", "?", "#"} & set(url):
-            got, hint = "a user, query or fragment", "pass a key in ROLLOUTS_UPSTREAM_API_KEY"
-            message = f"--upstream: the URL must not contain {got}"
-            raise ConfigError("config_value", "--upstream", got, expected, hint, message=message)
+            finding, hint = "a user, query or fragment", "pass a key in ROLLOUTS_UPSTREAM_API_KEY"
+            message = f"--upstream: the URL must not contain {finding}"
+            raise ConfigError(
+                "config_value", "--upstream", finding, expected, hint, message=message
+            )
     for name in settings.allowed_hosts:
         if not is_host_name(name):
             expected = "a host name without a port"

@@ -102,8 +102,8 @@ def _text_ids(row: dict[str, Any], tokenizer: ChatTokenizer) -> tuple[Tokens, To
     """Tokenize the prompt and the response of a row from its text."""
     where = "messages"
     if row["token_source"] != "engine":
-        got = "the ids come from re-tokenized text, not from the engine"
-        raise InputError("token_source", where, got)
+        finding = "the ids come from re-tokenized text, not from the engine"
+        raise InputError("token_source", where, finding)
     if row.get("messages") is None or row.get("response_text") is None:
         raise InputError("messages", where, "the row has no logged text")
     try:

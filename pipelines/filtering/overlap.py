@@ -118,11 +118,11 @@ class _Sequences:
                 texts += [(line.number, _words(text)) for text in _strings(value)]
         texts = [(number, words) for number, words in texts if len(words) >= LEAST_WORDS]
         if not texts:
-            got, expected = (
+            finding, expected = (
                 "no line has a text to compare",
                 f"texts of at least {LEAST_WORDS} words",
             )
-            raise InputError("evaluation_set", str(path), got, expected)
+            raise InputError("evaluation_set", str(path), finding, expected)
         return cls(texts)
 
     def found_in(self, rows: pl.Series, vocabulary: TokenBytes) -> list[list[int]]:

@@ -52,9 +52,9 @@ def keep_rows(
     index = index_rows(frame, condition)
     counts = count_rows(index)
     if counts["num_rows_before"] and counts["num_rows_before"] == counts["num_rows_dropped"]:
-        got = f"no row is left: kept 0 of {count(counts['num_rows_before'], 'row')}"
+        finding = f"no row is left: kept 0 of {count(counts['num_rows_before'], 'row')}"
         hint = "loosen the condition, or inspect the data: rollouts inspect DS"
-        raise InputError("nothing_left", str(condition), got, hint=hint)
+        raise InputError("nothing_left", str(condition), finding, hint=hint)
     rows = renumber(frame, index)
     returns = trajectory_returns(frame, outcome).collect(engine="streaming")
     if move_outcome:
@@ -87,8 +87,8 @@ def _refuse_repeated(rows: pl.DataFrame) -> None:
     if len(repeated):
         first = repeated.row(0, named=True)
         where = f"trajectory {first['trajectory_id']!r}"
-        got, hint = f"step {first['step_index']} occurs twice", "run rollouts validate DS"
-        raise InvariantError("step_index_sequence", where, got, hint=hint)
+        finding, hint = f"step {first['step_index']} occurs twice", "run rollouts validate DS"
+        raise InvariantError("step_index_sequence", where, finding, hint=hint)
 
 
 def renumber(frame: Frame, index: pl.DataFrame) -> pl.LazyFrame:
@@ -123,6 +123,6 @@ def _refuse_changed(before: pl.DataFrame, after: pl.DataFrame) -> None:
     first = changed.row(0, named=True)
     where = first_of(f"trajectory {first['trajectory_id']!r}", len(changed))
     was, now = first["return_before"], first["return"]
-    got = f"dropping rows would change its return from {was} to {now}"
+    finding = f"dropping rows would change its return from {was} to {now}"
     hint = "move the return to the last kept row: --move-outcome (move_outcome=True)"
-    raise InputError("return_unchanged", where, got, hint=hint)
+    raise InputError("return_unchanged", where, finding, hint=hint)

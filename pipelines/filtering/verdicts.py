@@ -178,9 +178,9 @@ def apply_filters(
     verdicts = judge(frame, filters, outcome)
     compares = [f.name for f in filters if "return" in f.drops.meta.root_names()]
     if compares and len(verdicts) and verdicts["return"].is_null().all():
-        got = "no trajectory has a known return"
+        finding = "no trajectory has a known return"
         hint = "add rewards: rollouts convert --rewards, or rollouts rescore and --reward NAME"
-        raise InputError("unknown_return", compares[0], got, hint=hint)
+        raise InputError("unknown_return", compares[0], finding, hint=hint)
     counts = report(verdicts, filters)
     refuse_nothing(verdicts, counts, "filters")
     return keep(frame, verdicts), counts
@@ -193,11 +193,11 @@ def refuse_nothing(verdicts: pl.DataFrame, counts: pl.DataFrame, where: str) -> 
     lines = counts.filter(pl.col("num_trajectories_dropped") > 0)
     found = lines.select("filter", "num_trajectories_dropped").rows()
     why = "; ".join(f"{name}: {number} dropped" for name, number in found)
-    got = f"no trajectory is left: kept 0 of {count(len(verdicts), 'trajectory')} ({why})"
+    finding = f"no trajectory is left: kept 0 of {count(len(verdicts), 'trajectory')} ({why})"
     hint = "loosen the filter that dropped the most, or inspect the data: rollouts stats DS"
     if any(function in name for name, _ in found for function in TOOL_FUNCTIONS):
         hint += " lists the tools (case counts)"
-    raise InputError("nothing_left", where, got, hint=hint)
+    raise InputError("nothing_left", where, finding, hint=hint)
 
 
 def check_expression(frame: pl.LazyFrame, expression: pl.Expr, name: str) -> None:
@@ -233,10 +233,10 @@ def collect(
     try:
         return query.collect(engine=engine)
     except POLARS_ERRORS as error:
-        got = f"cannot evaluate the condition: {str(error).strip().splitlines()[0]}"
-        got += f" ({types})" if types else ""
+        finding = f"cannot evaluate the condition: {str(error).strip().splitlines()[0]}"
+        finding += f" ({types})" if types else ""
         hint = "check the columns' types: rollouts inspect DS"
-        raise ConfigError("condition", name, got, hint=hint) from None
+        raise ConfigError("condition", name, finding, hint=hint) from None
 
 
 def apply_masks(

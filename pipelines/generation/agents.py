@@ -105,8 +105,8 @@ class Client:
     def _sampling(self, changes: Mapping[str, Any]) -> Sampling:
         where = f"trajectory {self._task.trajectory_id!r}"
         if not self._is_open:
-            got = "the agent called the model after it had finished"
-            raise InputError("agent_calls", where, got)
+            finding = "the agent called the model after it had finished"
+            raise InputError("agent_calls", where, finding)
         unknown = changes.keys() - {f.name for f in dataclasses.fields(Sampling)}
         if unknown:
             raise ConfigError("sampling", where, repr(min(unknown)), "a field of Sampling")
@@ -164,8 +164,8 @@ class AgentTrajectory:
                 raise self._client.failure
         number = as_number(reward)
         if number is None:
-            got = f"the reward {reward!r:.60}"
-            raise InputError("agent_reward", self.where, got, "a finite number")
+            finding = f"the reward {reward!r:.60}"
+            raise InputError("agent_reward", self.where, finding, "a finite number")
         if not self.steps:
             raise InputError("agent_calls", self.where, "the agent made no calls to the model")
         for step in self.steps:

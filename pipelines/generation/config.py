@@ -171,8 +171,8 @@ class GenerateConfig:
     """Number of complete groups per shard; >= 1. The last shard may have fewer."""
 
     def __post_init__(self) -> None:
-        for key, got, expected in _breaches(self):
-            raise ConfigError("config_value", key, got, expected)
+        for key, finding, expected in _breaches(self):
+            raise ConfigError("config_value", key, finding, expected)
         _ = self.sampling
 
     @property
@@ -316,8 +316,8 @@ def with_sampling_params(config: GenerateConfig, params: Mapping[str, Any]) -> G
     """
     if params.get("n", 1) != 1:
         hint = "repeat the prompt instead, each time with a different repetition_id"
-        where, got = "GeneratorInput, sampling_params", f"n = {params['n']}"
-        raise InputError("generator_input", where, got, "n = 1", hint)
+        where, finding = "GeneratorInput, sampling_params", f"n = {params['n']}"
+        raise InputError("generator_input", where, finding, "n = 1", hint)
     changes: dict[str, Any] = {}
     extra = dict(config.sampling_extra)
     for name, value in params.items():

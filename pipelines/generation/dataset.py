@@ -97,16 +97,19 @@ def _check_same(config: GenerateConfig) -> None:
     history = read_metadata(config.out).made_by
     made = history[-1] if history else {}
     if made.get("verb") != VERB:
-        got, hint = "the dataset was not created by `rollouts generate`", "choose a different --out"
-        raise ConfigError("resume", config.out, got, hint=hint)
+        finding, hint = (
+            "the dataset was not created by `rollouts generate`",
+            "choose a different --out",
+        )
+        raise ConfigError("resume", config.out, finding, hint=hint)
     before: dict[str, Any] = made.get("config", {})
     now = identity(config)
     different = [key for key in now if before.get(key) != now[key]]
     if different:
-        got = ", ".join(f"`{k}` was {before.get(k)!r} and is {now[k]!r}" for k in different)
+        finding = ", ".join(f"`{k}` was {before.get(k)!r} and is {now[k]!r}" for k in different)
         hint = "choose a different --out, or restore the configuration"
-        message = f"{config.out}: cannot resume with different settings: {got}"
-        raise ConfigError("resume", config.out, got, hint=hint, message=message)
+        message = f"{config.out}: cannot resume with different settings: {finding}"
+        raise ConfigError("resume", config.out, finding, hint=hint, message=message)
 
 
 class GroupWriter:

@@ -96,8 +96,8 @@ class Environment:
 
     def _conversation(self, made: Any) -> Beginning:
         if not isinstance(made, tuple) or len(made) != 2:
-            got = f"the result {made!r:.60}"
-            raise self._nonsense("init", got, "a pair (conversation, metadata)")
+            finding = f"the result {made!r:.60}"
+            raise self._nonsense("init", finding, "a pair (conversation, metadata)")
         where = f"{self._where}, init"
         try:
             messages = conversation(made[0], where)
@@ -137,8 +137,8 @@ class Environment:
             raise self._nonsense(name, f"the result {made!r:.60}", "a dict")
         missing = [key for key in ("observations", "reward", "done") if key not in made]
         if missing:
-            got = f"the result has no `{missing[0]}`"
-            raise InputError("env_output", f"{self._where}, {name}", got)
+            finding = f"the result has no `{missing[0]}`"
+            raise InputError("env_output", f"{self._where}, {name}", finding)
         replaced = made.get("postprocessed_action")
         if not isinstance(replaced, str | None):
             raise self._nonsense(name, f"postprocessed_action {replaced!r:.60}", "text or None")
@@ -302,16 +302,16 @@ def resolve(name: str, rule: str) -> Callable[..., Any]:
         absent = f"{error.name}." if isinstance(error, ModuleNotFoundError) else "."
         is_own = f"{name.partition(':')[0]}.".startswith(absent)
         hint = "run from the module's directory, or add it to PYTHONPATH" if is_own else ""
-        got = f"{type(error).__name__}: {error}"
+        finding = f"{type(error).__name__}: {error}"
         if ":" not in name:
             hint = "write module:name, with a colon"
         elif isinstance(error, AttributeError) and error.obj is not None and error.name:
             near = difflib.get_close_matches(error.name, dir(error.obj), 1)
             hint = f"did you mean `{near[0]}`?" if near else hint
-        raise ConfigError(rule, name, f"cannot import it: {got}", hint=hint) from None
+        raise ConfigError(rule, name, f"cannot import it: {finding}", hint=hint) from None
     if not callable(found):
-        got = f"a value of type {type(found).__name__}"
-        raise ConfigError(rule, name, got, "a class or function")
+        finding = f"a value of type {type(found).__name__}"
+        raise ConfigError(rule, name, finding, "a class or function")
     make: Callable[..., Any] = found
     return make
 

@@ -221,8 +221,8 @@ class Generator:
             from pipelines.harness.recorded_calls import HarnessTrajectory
 
             if self._calls is None:
-                got, hint = "a harness needs `calls`", "pass the result of `open_calls`"
-                raise ConfigError("harness", "Generator", got, hint=hint)
+                finding, hint = "a harness needs `calls`", "pass the result of `open_calls`"
+                raise ConfigError("harness", "Generator", finding, hint=hint)
             return HarnessTrajectory(self._harness, self._calls, task, self.config)
         if self._agent is None:
             make = self._maker(task)

@@ -144,8 +144,8 @@ def _one_row_each(rows: pa.Table) -> pa.Table:
     last = merged.column("is_last_step").to_pylist()
     if not all(last):
         where = f"trajectory {merged.column('trajectory_id')[last.index(False)].as_py()!r}"
-        got = "the steps form several sequences because the environment replaced an action"
-        raise InputError("one_sequence", where, got, hint=fix_of("one_sequence"))
+        finding = "the steps form several sequences because the environment replaced an action"
+        raise InputError("one_sequence", where, finding, hint=fix_of("one_sequence"))
     return merged
 
 

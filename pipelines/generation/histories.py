@@ -58,15 +58,15 @@ def observation_ids(
     base = fixed_base(tokenizer, tools, where)
     text = tokenizer.render([*BASE, *plain], tools, generation_prompt=True, where=where)
     if not text.startswith(base.text):
-        got, hint = "the chat template changes earlier messages", "set history = step_wise"
-        raise InputError("fixed_base", where, got, hint=hint)
+        finding, hint = "the chat template changes earlier messages", "set history = step_wise"
+        raise InputError("fixed_base", where, finding, hint=hint)
     eos = tokenizer.eos_token_id
     ends_with_eos = eos is not None and base.anchor_ids[:1] == [eos]
     cut = 1 if ends_with_eos else len(base.anchor_ids)
     (ids,) = tokenizer.encode([base.anchor + text[len(base.text) :]], [where])
     if ids[:cut] != base.anchor_ids[:cut]:
-        got = "a token spans the end of the base conversation and the start of the message"
-        raise InputError("fixed_base", where, got)
+        finding = "a token spans the end of the base conversation and the start of the message"
+        raise InputError("fixed_base", where, finding)
     is_open = ends_with_eos and (not response_ids or response_ids[-1] != eos)
     return ids[0 if is_open else cut :]
 
@@ -227,9 +227,9 @@ def final_rendering(
     runs = [(a, b) for a, b in pairwise(bounds) if a < b and mask[a]]
     num_answers = sum(message["role"] == "assistant" for message in messages)
     if len(runs) != num_answers:
-        got = f"the template marks {len(runs)} of {count(num_answers, 'assistant message')}"
+        finding = f"the template marks {len(runs)} of {count(num_answers, 'assistant message')}"
         hint = "use a template that marks all of them: chat_template = qwen3_without_thinking"
-        raise InputError("assistant_masks", where, got, hint=hint)
+        raise InputError("assistant_masks", where, finding, hint=hint)
     return ids, runs[len(runs) - num_turns :]
 
 

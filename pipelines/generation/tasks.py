@@ -71,16 +71,16 @@ def read_tasks(path: str, group_size: int) -> list[Task]:
     for index, (where, record) in enumerate(_records(Path(path))):
         task = _task(record, index, where)
         if task.instance_id in found:
-            got = f"instance_id {task.instance_id!r} occurs twice"
+            finding = f"instance_id {task.instance_id!r} occurs twice"
             hint = "list each task once, and set group_size for several attempts"
-            raise InputError("tasks", where, got, hint=hint)
+            raise InputError("tasks", where, finding, hint=hint)
         found[task.instance_id] = task
     if not found:
         is_directory = Path(path).is_dir()
-        got = (
+        finding = (
             f"no directory in it has an {INSTRUCTION}" if is_directory else "the file has no tasks"
         )
-        raise InputError("tasks", path, got)
+        raise InputError("tasks", path, finding)
     return [attempt for task in found.values() for attempt in attempts(task, group_size)]
 
 
@@ -147,9 +147,9 @@ def _task(record: Any, index: int, where: str) -> Task:
     given = record.get("instance_id")
     name, env_class = str(index if given is None else given), record.get("env_class")
     if not name or not isinstance(env_class, str | None):
-        got = f"instance_id {given!r}, env_class {env_class!r}"
+        finding = f"instance_id {given!r}, env_class {env_class!r}"
         expected = "a non-empty instance_id, and a string or null as env_class"
-        raise InputError("tasks", where, got, expected)
+        raise InputError("tasks", where, finding, expected)
     return Task(
         instance_id=name,
         repetition_id=0,
@@ -172,6 +172,6 @@ def conversation(prompt: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(prompt, Sequence) or isinstance(prompt, str) or not prompt:
         if prompt is None:
             raise InputError("tasks", where, "the key `prompt` is missing")
-        got, expected = f"prompt {prompt!r:.60}", "a non-empty list of messages or text"
-        raise InputError("tasks", where, got, expected)
+        finding, expected = f"prompt {prompt!r:.60}", "a non-empty list of messages or text"
+        raise InputError("tasks", where, finding, expected)
     return [normalize(message, f"{where}, message {i}") for i, message in enumerate(prompt)]

@@ -145,8 +145,11 @@ class GymTrajectory:
     async def _sample(self, talk: Conversation, turn: int) -> tuple[Sampled, Sampling]:
         ids, most = talk.prompt_ids(), self.config.max_input_tokens
         if most is not None and len(ids) > most:
-            got, expected = f"a prompt of {len(ids)} tokens", f"at most {most} (max_input_tokens)"
-            raise EngineError(CONTEXT_LENGTH, self.where, got, expected)
+            finding, expected = (
+                f"a prompt of {len(ids)} tokens",
+                f"at most {most} (max_input_tokens)",
+            )
+            raise EngineError(CONTEXT_LENGTH, self.where, finding, expected)
         seed = seed_of(self.config.seed, self.task.trajectory_id, turn)
         sampling = dataclasses.replace(self.config.sampling, seed=seed)
         return await self.engine.sample(ids, sampling, session=self.task.trajectory_id), sampling

@@ -139,8 +139,8 @@ class OwnGenerator:
                 made = self._make(self._engine, self._tokenizer, self._config)
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
-                got = f"cannot construct it from (engine, tokenizer, config): {reason}"
-                raise ConfigError(_RULE, name, got) from error
+                finding = f"cannot construct it from (engine, tokenizer, config): {reason}"
+                raise ConfigError(_RULE, name, finding) from error
             _check_interface(made, name)
             self._made = made
         return self._made
@@ -169,8 +169,8 @@ class OwnGenerator:
         except RolloutError as error:
             raise error.at(f"{where}, {error.where}") from error
         except Exception as error:  # user-defined classes may raise anything
-            got = f"invalid GeneratorOutput: {type(error).__name__}: {error}"
-            raise InputError("generator_output", where, got) from error
+            finding = f"invalid GeneratorOutput: {type(error).__name__}: {error}"
+            raise InputError("generator_output", where, finding) from error
         rows = with_sampling(table, self._config, version)
         rows, others = _with_metrics(rows, output)
         if others:
@@ -228,23 +228,23 @@ def _with_metrics(rows: pa.Table, output: Mapping[str, Any]) -> tuple[pa.Table, 
 
 def _check_interface(made: Any, name: str) -> None:
     if not inspect.iscoroutinefunction(getattr(made, "generate", None)):
-        got = "the generator has no `async def generate(self, input_batch)`"
-        raise ConfigError(_RULE, name, got)
+        finding = "the generator has no `async def generate(self, input_batch)`"
+        raise ConfigError(_RULE, name, finding)
 
 
 def _with_ids(output: Any, tasks: Sequence[Task]) -> Mapping[str, Any]:
     """Add trajectory ids to an output that lacks them; it must have one row per task, in order."""
     if not isinstance(output, Mapping):
-        got, expected = type(output).__name__, "a GeneratorOutput: a dict of lists"
-        raise InputError("generator_output", "output", got, expected)
+        finding, expected = type(output).__name__, "a GeneratorOutput: a dict of lists"
+        raise InputError("generator_output", "output", finding, expected)
     given = dict(output)
     if given.get("trajectory_ids") is not None or given.get("is_last_step") is not None:
         return given
     responses = given.get("response_ids")
     if isinstance(responses, Sequence) and len(responses) != len(tasks):
-        got = f"{len(responses)} rows without trajectory_ids"
+        finding = f"{len(responses)} rows without trajectory_ids"
         expected = f"{len(tasks)}, one for each prompt"
-        raise InputError("trajectories", "response_ids", got, expected)
+        raise InputError("trajectories", "response_ids", finding, expected)
     given["trajectory_ids"] = [TrajectoryID(t.instance_id, t.repetition_id) for t in tasks]
     return given
 

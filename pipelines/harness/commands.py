@@ -58,11 +58,11 @@ def words_of(command: str) -> list[str]:
     try:
         words = shlex.split(command)
     except ValueError as error:
-        got = f"invalid command line: {str(error).lower()}"
-        raise ConfigError("harness", "harness", got) from None
+        finding = f"invalid command line: {str(error).lower()}"
+        raise ConfigError("harness", "harness", finding) from None
     if not words:
-        got, expected = "an empty command line", "module:function or a command line"
-        raise ConfigError("harness", "harness", got, expected)
+        finding, expected = "an empty command line", "module:function or a command line"
+        raise ConfigError("harness", "harness", finding, expected)
     return words
 
 
@@ -86,9 +86,9 @@ def check_scripts(words: list[str]) -> None:
         if not _SCRIPT.fullmatch(option) or not _takes_script(words[:at]):
             continue
         for name in sorted(fields_in(script) - _NO_CODE):
-            got = f"{{{name}}} inside a script would run the task's text as code"
+            finding = f"{{{name}}} inside a script would run the task's text as code"
             hint = f"""write "$1" in the script, and add two arguments after the script: sh {{{name}}}"""
-            raise ConfigError("harness", "harness", got, hint=hint)
+            raise ConfigError("harness", "harness", finding, hint=hint)
 
 
 def _takes_script(words: list[str]) -> bool:
@@ -205,22 +205,22 @@ async def run_command(
             reason = str(getattr(error, "strerror", None) or error).lower()
             is_long = getattr(error, "errno", None) == errno.E2BIG
             hint = "pass long prompts with {task_file}" if is_long else "check that it is on PATH"
-            got = f"cannot start {words[0]!r}: {reason}"
-            raise InputError("harness_start", where, got, hint=hint) from None
+            finding = f"cannot start {words[0]!r}: {reason}"
+            raise InputError("harness_start", where, finding, hint=hint) from None
     watch.add(process.pid)
     try:
         code = await asyncio.wait_for(process.wait(), timeout_s)
     except TimeoutError:
-        got = f"the harness did not end within {timeout_s:g} s{_and(_output(*paths).tail)}"
-        raise InputError("harness_timeout", where, got) from None
+        finding = f"the harness did not end within {timeout_s:g} s{_and(_output(*paths).tail)}"
+        raise InputError("harness_timeout", where, finding) from None
     finally:
         await _end(process)
         watch.remove(process.pid)
     output = _output(*paths)
     if code != 0:
         how = f"signal {-code}" if code < 0 else f"exit status {code}"
-        got = f"the harness ended with {how}{_and(output.tail)}"
-        raise InputError("harness_exit", where, got)
+        finding = f"the harness ended with {how}{_and(output.tail)}"
+        raise InputError("harness_exit", where, finding)
     return output
 
 

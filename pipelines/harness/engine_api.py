@@ -138,8 +138,8 @@ class EngineApp:
         except (RolloutError, ClientDisconnect):
             raise
         except Exception as error:  # raised by the model: out of memory, for example
-            got = f"{type(error).__name__}: {error}"
-            raise EngineError(ENGINE_DOWN, "engine", got) from None
+            finding = f"{type(error).__name__}: {error}"
+            raise EngineError(ENGINE_DOWN, "engine", finding) from None
 
     async def _sampled(self, path: str, body: bytes) -> Response:
         request, sampling = read_request(body, path)

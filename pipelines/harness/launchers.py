@@ -68,15 +68,17 @@ def outcome_of(result: Any, where: str) -> Outcome:
     if not isinstance(logged, Mapping) or not all(
         isinstance(name, str) and name for name in logged
     ):
-        got = f"metrics is {logged!r:.60}, not an object with non-empty keys"
-        raise InputError(REWARD, where, got)
+        finding = f"metrics is {logged!r:.60}, not an object with non-empty keys"
+        raise InputError(REWARD, where, finding)
     metrics = {
         name: number for name, value in logged.items() if (number := as_number(value)) is not None
     }
     bad = next((name for name in logged if name not in metrics or encodable(name) != name), None)
     if bad is not None:
-        got = f"metrics[{bad!r}] is {logged[bad]!r:.60}, not a finite number with a name in UTF-8"
-        raise InputError(REWARD, where, got)
+        finding = (
+            f"metrics[{bad!r}] is {logged[bad]!r:.60}, not a finite number with a name in UTF-8"
+        )
+        raise InputError(REWARD, where, finding)
     reason = result.get("stop_reason")
     if reason is not None and (not isinstance(reason, str) or encodable(reason) != reason):
         raise InputError(REWARD, where, f"the stop_reason {reason!r:.60}", "a string in UTF-8")
@@ -86,8 +88,8 @@ def outcome_of(result: Any, where: str) -> Outcome:
         reward = as_number(result.get("reward"))
         if reward is None:
             given_reward = result.get("reward")
-            got = f"the reward is {given_reward!r:.60}, not a finite number"
-            raise InputError(REWARD, where, got)
+            finding = f"the reward is {given_reward!r:.60}, not a finite number"
+            raise InputError(REWARD, where, finding)
     return Outcome(
         where=where,
         reward=reward,
@@ -107,8 +109,8 @@ def parse_result(text: str, where: str) -> Outcome:
     try:
         result = json.loads(text)
     except (ValueError, RecursionError):
-        got = f"the result {text[-60:]!r}" if text.strip() else "an empty result"
-        raise _bad(where, got) from None
+        finding = f"the result {text[-60:]!r}" if text.strip() else "an empty result"
+        raise _bad(where, finding) from None
     return outcome_of(result, where)
 
 
@@ -210,9 +212,11 @@ class CommandHarness:
         for task in tasks:
             missing = sorted(self._fields - {*OWN_FIELDS, *task.extras})
             if missing:
-                got = f"unknown field {{{missing[0]}}}: the task {task.source} has no such field"
+                finding = (
+                    f"unknown field {{{missing[0]}}}: the task {task.source} has no such field"
+                )
                 hint = f"use a field of the task, or one of {', '.join(OWN_FIELDS)}"
-                raise ConfigError("harness", "harness", got, hint=hint)
+                raise ConfigError("harness", "harness", finding, hint=hint)
 
     async def run(self, endpoint: Endpoint, task: Task, timeout_s: float, watch: Watch) -> Outcome:
         """See `Harness.run`."""
@@ -248,9 +252,9 @@ class CommandHarness:
                 return parse_result(output.last_line, where)
             except RolloutError as error:
                 secrets = [*self._secrets, *_token(endpoint)]
-                got = without(error.got, secrets)
+                finding = without(error.got, secrets)
                 message = without(error.sentence, secrets)
-                facts = (error.rule, where, got, error.expected, error.hint)
+                facts = (error.rule, where, finding, error.expected, error.hint)
                 raise type(error)(*facts, message=message) from None
 
     def _variables(self, endpoint: Endpoint) -> dict[str, str]:
@@ -283,6 +287,6 @@ def _read_reward(path: Path, where: str, tail: str) -> Outcome:
             text = file.read(1 << 20).decode(errors="replace")
     except OSError as error:
         reason = f"{error.strerror or error}".lower() + (f": {tail}" if tail else "")
-        got = f"cannot read the reward from {{reward_file}}: {reason}"
-        raise InputError(REWARD, where, got) from None
+        finding = f"cannot read the reward from {{reward_file}}: {reason}"
+        raise InputError(REWARD, where, finding) from None
     return parse_result(text, where)

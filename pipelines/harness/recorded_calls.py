@@ -192,8 +192,8 @@ class Calls:
         for step in settled.steps:
             step.source = opened.task.source
         if fault is None and lost is not None:
-            got = f"{count(session.num_lost, 'call')} could not be written"
-            fault = InputError("calls_lost", "journal", got)
+            finding = f"{count(session.num_lost, 'call')} could not be written"
+            fault = InputError("calls_lost", "journal", finding)
         return list(settled.steps), fault
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -232,9 +232,9 @@ class Calls:
         token = opened.token if opened is not None else None
         key = api_key_of(headers).encode()
         if token is None or not hmac.compare_digest(key, token.encode()):
-            got = "the request has no valid token of a running trajectory"
+            finding = "the request has no valid token of a running trajectory"
             hint = "send the endpoint's api_key (OPENAI_API_KEY) as `Authorization: Bearer`"
-            raise InputError("endpoint_token", path, got, hint=hint)
+            raise InputError("endpoint_token", path, finding, hint=hint)
 
     async def _call(self, api: ModelApi, request: Request) -> Response:
         opened: OpenTrajectory = request.state.trajectory
@@ -303,8 +303,8 @@ class Calls:
         try:
             fields = _DECODER.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            got = f"the request is not a JSON object: {error}"
-            raise InputError("engine_request", path, got) from None
+            finding = f"the request is not a JSON object: {error}"
+            raise InputError("engine_request", path, finding) from None
         check_model(msgspec.json.decode(fields.get("model", b"null")), self._name, path)
         model = (await self._upstreams.model()).id
         config, task = opened.config, opened.task
@@ -318,10 +318,10 @@ class Calls:
         mode = None if self._served is not None else self._engine.logprobs_mode
         request = read_request(kind, completed_body, logprobs_mode=mode)
         if request is None or not request.is_exact:
-            got = "requests with `echo` or `use_beam_search` cannot be recorded"
+            finding = "requests with `echo` or `use_beam_search` cannot be recorded"
             if request is None:
-                got = "the request is not JSON"
-            raise InputError("engine_request", path, got)
+                finding = "the request is not JSON"
+            raise InputError("engine_request", path, finding)
         return request
 
 
@@ -417,13 +417,13 @@ class HarnessTrajectory:
             failure = InputError("harness_error", self.where, outcome.error)
         if failure is None and not self.steps:
             calls = count(opened.num_calls, "call")
-            got = f"the harness made {calls} but received no response"
+            finding = f"the harness made {calls} but received no response"
             if refusal := opened.session.refusal:
-                got = f"all calls of the harness failed; the last with {refusal}"
+                finding = f"all calls of the harness failed; the last with {refusal}"
             elif not opened.num_calls:
-                got = "the harness made no calls to the model"
+                finding = "the harness made no calls to the model"
             hint = f"check that the harness uses its base URL, {endpoint.base_url}"
-            raise InputError("no_calls", self.where, got, hint=hint)
+            raise InputError("no_calls", self.where, finding, hint=hint)
         if failure is not None:
             raise failure
 

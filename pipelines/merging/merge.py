@@ -148,8 +148,8 @@ def _refuse_scattered(table: pa.Table) -> None:
         return
     counts = names.value_counts()
     name = next(c["values"] for c in counts.to_pylist() if c["counts"] > 1)
-    got, hint = "its rows are not adjacent", "sort by instance_id, repetition_id, step_index"
-    raise InvariantError("contiguous_trajectory", f"trajectory {name!r}", got, hint=hint)
+    finding, hint = "its rows are not adjacent", "sort by instance_id, repetition_id, step_index"
+    raise InvariantError("contiguous_trajectory", f"trajectory {name!r}", finding, hint=hint)
 
 
 def _assembled(table: pa.Table, out: pa.Table, merged: dict[str, pa.Array]) -> pa.Table:

@@ -205,8 +205,8 @@ class App:
         admin = self.recorder.settings.admin_key
         if admin is not None and not _is_same(api_key_of(request.headers), admin):
             hint = "send the header Authorization: Bearer ADMIN_KEY"
-            got = "the admin key is missing or wrong"
-            raise InputError("admin_key", request.scope["path"], got, hint=hint)
+            finding = "the admin key is missing or wrong"
+            raise InputError("admin_key", request.scope["path"], finding, hint=hint)
 
     async def _call(self, api: ModelApi, request: Request) -> Response:
         settings, target, path = self.recorder.settings, request.state.target, request.scope["path"]
@@ -277,8 +277,8 @@ class App:
             try:
                 content = await self.upstreams.whole(response)
             except BROKEN:
-                got = "the connection broke before the response was complete"
-                raise EngineError("engine_down", path, got) from None
+                finding = "the connection broke before the response was complete"
+                raise EngineError("engine_down", path, finding) from None
         if names is not None:
             ours, theirs = (msgspec.json.encode({"id": name})[1:-1] for name in names)
             content = content.replace(theirs, ours)
@@ -354,8 +354,8 @@ async def _given(request: Request, decoder: msgspec.json.Decoder[T], where: str)
     kind = request.headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != "application/json":
         hint = "send the header Content-Type: application/json"
-        got, expected = f"the content type {kind!r}", "application/json"
-        raise InputError("media_type", where, got, expected, hint)
+        finding, expected = f"the content type {kind!r}", "application/json"
+        raise InputError("media_type", where, finding, expected, hint)
     try:
         return decode_line(decoder, await read_body(request, _SMALL_BYTES) or b"{}", where)
     except RolloutError as error:
@@ -368,9 +368,9 @@ def _check_key(admin_key: str, target: Target, path: str) -> None:
     if session is None and target.rest.startswith(MODELS):
         return
     if session is None or not _is_same(target.key or "", key_of(admin_key, session)):
-        got = "the session key is missing or wrong"
+        finding = "the session key is missing or wrong"
         hint = "use the base_url from POST /sessions"
-        raise InputError("session_key", session or path, got, hint=hint)
+        raise InputError("session_key", session or path, finding, hint=hint)
 
 
 def _is_same(key: str, expected: str) -> bool:

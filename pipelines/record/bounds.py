@@ -62,9 +62,9 @@ _LARGE_REQUEST = msgspec.json.Decoder(_LargeRequest)
 
 def too_large(what: str, most_bytes: int) -> EngineError:
     """Build the error for a response that exceeds a bound."""
-    got = f"{what} of more than {most_bytes:,} bytes"
-    message = f"The engine sent {got}"
-    return EngineError(ANSWER_SIZE, "engine", got, hint=_HINT, message=message)
+    finding = f"{what} of more than {most_bytes:,} bytes"
+    message = f"The engine sent {finding}"
+    return EngineError(ANSWER_SIZE, "engine", finding, hint=_HINT, message=message)
 
 
 def check_head(status: int, headers: Mapping[str, str]) -> None:
@@ -75,20 +75,22 @@ def check_head(status: int, headers: Mapping[str, str]) -> None:
             response is a redirect; `answer_encoding`: the response is compressed.
     """
     if not 200 <= status < 600:
-        got = f"sent the HTTP status {status:03}"
+        finding = f"sent the HTTP status {status:03}"
         hint = "check that --upstream is the engine's URL"
-        message = f"The engine {got}; expected a status from 200 to 599"
-        raise EngineError(ANSWER_STATUS, "engine", got, hint=hint, message=message)
+        message = f"The engine {finding}; expected a status from 200 to 599"
+        raise EngineError(ANSWER_STATUS, "engine", finding, hint=hint, message=message)
     if 300 <= status < 400:
         to = repr(cleaned(headers.get("location", ""))[:200])
         hint = "set --upstream to the target of the redirect"
-        got = f"redirects (status {status}) to {to}"
-        raise EngineError(REDIRECT, "engine", got, hint=hint, message=f"The engine {got}")
+        finding = f"redirects (status {status}) to {to}"
+        raise EngineError(REDIRECT, "engine", finding, hint=hint, message=f"The engine {finding}")
     encoding = headers.get("content-encoding", "identity").strip()
     if encoding.lower() != "identity":
-        got = f"compresses its responses ({cleaned(encoding)[:40]!r})"
+        finding = f"compresses its responses ({cleaned(encoding)[:40]!r})"
         hint = "turn off compression in the engine"
-        raise EngineError(ANSWER_ENCODING, "engine", got, hint=hint, message=f"The engine {got}")
+        raise EngineError(
+            ANSWER_ENCODING, "engine", finding, hint=hint, message=f"The engine {finding}"
+        )
 
 
 def check_shape(content: bytes) -> None:
@@ -105,8 +107,8 @@ def check_shape(content: bytes) -> None:
     num_other = _num_other(content, top)
     choices = _items(bytes(top.choices))
     if choices is None:
-        got = f"more than {MOST_ITEMS:,} choices"
-        raise EngineError(ANSWER_SIZE, "engine", got, message=f"The engine sent {got}")
+        finding = f"more than {MOST_ITEMS:,} choices"
+        raise EngineError(ANSWER_SIZE, "engine", finding, message=f"The engine sent {finding}")
     for choice in choices:
         if choice[:1] == b"{":
             num_other += _num_other(choice, _LARGE.decode(choice))
@@ -124,8 +126,8 @@ def check_request(body: bytes) -> None:
     if len(body) <= _LARGE_BYTES:
         return
     if _num_other(body, _LARGE_REQUEST.decode(body)) > _OTHER_BYTES:
-        got = f"fields other than messages, prompt and tools exceed {_OTHER_BYTES:,} bytes"
-        raise InputError("request_size", "request", got)
+        finding = f"fields other than messages, prompt and tools exceed {_OTHER_BYTES:,} bytes"
+        raise InputError("request_size", "request", finding)
 
 
 def check_density(body: bytes) -> None:
@@ -135,8 +137,8 @@ def check_density(body: bytes) -> None:
         InputError: `request_size`: the request has too many lists, objects and items.
     """
     if len(body) > _LARGE_BYTES and sum(map(body.count, (b",", b"[", b"{"))) > MOST_VALUES:
-        got = f"more than {MOST_VALUES:,} values"
-        raise InputError("request_size", "request", got)
+        finding = f"more than {MOST_VALUES:,} values"
+        raise InputError("request_size", "request", finding)
 
 
 def num_prompts(prompt: bytes) -> int:

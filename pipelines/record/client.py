@@ -98,9 +98,9 @@ class RecorderClient:
         try:
             content = json.dumps(body, allow_nan=False).encode()
         except (TypeError, ValueError) as error:
-            got = f"cannot encode {body} as JSON: {error}"
+            finding = f"cannot encode {body} as JSON: {error}"
             hint = "use finite numbers and strings; convert arrays and tensors with `float(...)`"
-            raise InputError("reward_line", where, got, hint=hint) from None
+            raise InputError("reward_line", where, finding, hint=hint) from None
         try:
             async with (
                 aiohttp.ClientSession(
@@ -111,8 +111,8 @@ class RecorderClient:
                 decoded: dict[str, Any] = json.loads(await answer.read())
         except (aiohttp.ClientError, TimeoutError, ConnectionError, ValueError) as error:
             reason = f"{type(error).__name__} {error}".strip()
-            got, hint = f"no response ({reason})", "check that `rollouts record` is running"
-            raise InputError("recorder", self._url, got, hint=hint) from None
+            finding, hint = f"no response ({reason})", "check that `rollouts record` is running"
+            raise InputError("recorder", self._url, finding, hint=hint) from None
         if not 200 <= answer.status < 300:
             problem = decoded.get("error", decoded)
             text = problem.get("message", problem) if isinstance(problem, dict) else problem

@@ -193,8 +193,8 @@ class StreamedCall:
         """
         self._num_events += 1
         if self._num_events > MOST_EVENTS:
-            got = f"more than {MOST_EVENTS:,} events"
-            raise EngineError(ANSWER_SIZE, "engine", got, message=f"The engine sent {got}")
+            finding = f"more than {MOST_EVENTS:,} events"
+            raise EngineError(ANSWER_SIZE, "engine", finding, message=f"The engine sent {finding}")
         content, others = data_of(event)
         if content == DONE:
             self.is_done = True

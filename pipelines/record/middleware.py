@@ -167,8 +167,8 @@ class AppUpstream(Upstreams):
         response = AppResponse(body)
         await response.of(self._app, scope)
         if not response.status:
-            got, hint = "the engine's application sent no response", "see the log of the server"
-            raise EngineError("engine_down", path, got, hint=hint)
+            finding, hint = "the engine's application sent no response", "see the log of the server"
+            raise EngineError("engine_down", path, finding, hint=hint)
         return response
 
 

@@ -233,8 +233,8 @@ class Call:
         except Unread:
             self._unrecorded("responses that are not completions", self.path)
             if self.dialect is not None:
-                got = "the engine's response is no chat completion"
-                raise EngineError("engine_answer", self.path, got) from None
+                finding = "the engine's response is no chat completion"
+                raise EngineError("engine_answer", self.path, finding) from None
             await self.reply.answer(200, content, headers)
             return
         if self.is_parsed and self.parser is not None:
@@ -290,8 +290,8 @@ class Call:
         return [*others, (b"content-type", kind.encode())]
 
     def _broken(self, error: Exception) -> EngineError:
-        got = f"the connection broke before the response was complete ({type(error).__name__})"
-        return EngineError("engine_down", self.path, got)
+        finding = f"the connection broke before the response was complete ({type(error).__name__})"
+        return EngineError("engine_down", self.path, finding)
 
     def _shown(self, answer: Answer) -> bytes | None:
         assert self.asked is not None

@@ -109,8 +109,8 @@ class IdParser:
             try:
                 content = await self._upstreams.whole(response)
             except BROKEN as error:
-                got = f"the connection broke ({type(error).__name__})"
-                raise EngineError("engine_down", PATH, got) from None
+                finding = f"the connection broke ({type(error).__name__})"
+                raise EngineError("engine_down", PATH, finding) from None
             if response.status != 200:
                 return None
         try:

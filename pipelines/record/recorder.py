@@ -377,9 +377,11 @@ def _check_same(name: str, reported: Outcome, stored: Outcome | None) -> None:
     """Check that an ended session ended with the outcome that a client now reports."""
     if stored is None or not _is_same(reported, stored):
         error = stored.error if stored else None
-        got = "the session has already ended with a different outcome"
-        got += f": error {error!r}" if error else ""
-        raise InputError("session_ended", name, got, hint="use a new repetition for the next run")
+        finding = "the session has already ended with a different outcome"
+        finding += f": error {error!r}" if error else ""
+        raise InputError(
+            "session_ended", name, finding, hint="use a new repetition for the next run"
+        )
 
 
 def _is_same(reported: Outcome, stored: Outcome) -> bool:

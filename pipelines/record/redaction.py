@@ -133,9 +133,9 @@ class Redaction:
             InputError: `session_name`: it contains a secret.
         """
         if self.text(name) != name:
-            got = "the name contains a secret, and names are not redacted"
+            finding = "the name contains a secret, and names are not redacted"
             hint = "use another name, such as the number of the task"
-            raise InputError("session_name", "a session", got, hint=hint)
+            raise InputError("session_name", "a session", finding, hint=hint)
 
     async def call(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Return the record of a call without secrets.
@@ -154,8 +154,8 @@ class Redaction:
         except RolloutError:
             raise
         except Exception as error:  # its text may contain a secret
-            got = f"the call cannot be redacted ({type(error).__name__})"
-            raise InputError("journal", f"session {record['session']}", got) from None
+            finding = f"the call cannot be redacted ({type(error).__name__})"
+            raise InputError("journal", f"session {record['session']}", finding) from None
 
     def _call(self, record: Mapping[str, Any]) -> dict[str, Any]:
         where = f"session {record['session']}"
@@ -261,9 +261,9 @@ class Redaction:
             texts = step.texts if step.token_text is None else (step.token_text,)
             is_other = not all(holds(decoded, text) for text in texts)
         if is_other:
-            got = f"the ids of a response are not of the tokenizer {self._vocabulary.name}"
+            finding = f"the ids of a response are not of the tokenizer {self._vocabulary.name}"
             hint = "pass --tokenizer DIR with the engine's tokenizer"
-            raise InputError("tokenizer", where, got, hint=hint)
+            raise InputError("tokenizer", where, finding, hint=hint)
 
 
 def _read(

@@ -184,9 +184,9 @@ class Sessions:
             raise _ended(name, None)
         if len(self._live) >= MOST_SESSIONS:
             num = f"{len(self._live):,}"
-            got = f"{num} sessions are open or waiting for a shard, which is the limit"
+            finding = f"{num} sessions are open or waiting for a shard, which is the limit"
             hint = "end finished sessions: POST .../end"
-            raise InputError("too_many_sessions", name, got, hint=hint)
+            raise InputError("too_many_sessions", name, finding, hint=hint)
         session = self._live[name] = Session(name=name, folder=folder)
         return session
 

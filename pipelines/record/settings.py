@@ -76,5 +76,5 @@ class RecordSettings:
     tokenizer: str | None = None
 
     def __post_init__(self) -> None:
-        for key, got, expected in out_of_bounds(self):
-            raise ConfigError("config_value", key, got, expected)
+        for key, finding, expected in out_of_bounds(self):
+            raise ConfigError("config_value", key, finding, expected)

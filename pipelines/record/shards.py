@@ -228,9 +228,9 @@ class Shards:
             if known.endswith(b"\n"):
                 continue
             if not any(line.startswith(known) for line in lines):
-                got = "the last line is incomplete, and is not a rejected call"
+                finding = "the last line is incomplete, and is not a rejected call"
                 hint = "choose a different --out, or rename the file"
-                raise InputError("out_is_free", str(self._rejected), got, "", hint)
+                raise InputError("out_is_free", str(self._rejected), finding, "", hint)
             size -= len(known)
         reader.detach()
         file.truncate(size)
@@ -259,9 +259,9 @@ def _opened(path: Path) -> FileIO:
     """Open the file of rejected calls to read it and append to it, without following a link."""
     if path.is_symlink() or (path.exists() and not path.is_file()):
         kind = "a symbolic link" if path.is_symlink() else "not a file"
-        got = f"the path is needed for rejected calls, but is {kind}"
+        finding = f"the path is needed for rejected calls, but is {kind}"
         hint = "choose a different --out, or remove it"
-        raise InputError("out_is_free", str(path), got, "", hint)
+        raise InputError("out_is_free", str(path), finding, "", hint)
     with writable(str(path)):
         path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW

@@ -110,8 +110,8 @@ def decoded_chat(content: bytes) -> Chat:
     try:
         return _CHAT.decode(content)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        got = f"the engine's response is no chat completion: {error}"
-        raise EngineError("engine_answer", CHAT_PATH, got) from None
+        finding = f"the engine's response is no chat completion: {error}"
+        raise EngineError("engine_answer", CHAT_PATH, finding) from None
 
 
 def whole(call: DialectCall, content: bytes) -> bytes:

@@ -155,7 +155,7 @@ def _names(parts: Sequence[str], where: str) -> tuple[str, str | None]:
         raise InputError("session_name", where, "the session name is not UTF-8") from None
     if not 2 <= len(plain) <= 3 or not all(plain):
         hint = "use /s/INSTANCE/REPETITION[/AGENT]/v1 with percent-encoded parts"
-        got, expected = repr("/".join(plain)), "INSTANCE/REPETITION[/AGENT]"
-        raise InputError("session_name", where, got, expected, hint)
+        finding, expected = repr("/".join(plain)), "INSTANCE/REPETITION[/AGENT]"
+        raise InputError("session_name", where, finding, expected, hint)
     instance, repetition = split_session(f"{plain[0]}/{plain[1]}", where)
     return f"{instance}/{repetition}", plain[2] if len(plain) == 3 else None

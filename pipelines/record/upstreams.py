@@ -234,8 +234,8 @@ class Upstreams:
                 try:
                     self._model = _MODELS.decode(await self.whole(response)).data[0]
                 except (*BROKEN, msgspec.MsgspecError, IndexError):
-                    got = f"the engine returned no list of models (status {response.status})"
-                    raise EngineError(ENGINE_DOWN, MODELS, got) from None
+                    finding = f"the engine returned no list of models (status {response.status})"
+                    raise EngineError(ENGINE_DOWN, MODELS, finding) from None
         return self._model
 
     async def _open(
@@ -265,8 +265,8 @@ class Upstreams:
             self._retried()
             await asyncio.sleep(0 if attempt < len(urls) else self._limits.wait_s(attempt))
         hint = f"check that the server is up: {url}/health"
-        got = f"no response after {count(attempts, 'attempt')} ({reason})"
-        raise self.gone(ENGINE_DOWN, url, got, hint=hint)
+        finding = f"no response after {count(attempts, 'attempt')} ({reason})"
+        raise self.gone(ENGINE_DOWN, url, finding, hint=hint)
 
     async def _once(
         self, url: str, method: str, path: str, body: bytes | None, headers: dict[str, str]

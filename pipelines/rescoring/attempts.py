@@ -100,8 +100,8 @@ class Attempt:
             InputError: `no_turns`: the log has the conversation as one text, without roles.
         """
         if any((row.get("messages") or "").startswith('"') for row in self.rows):
-            got = "the log has the conversation as text without roles"
-            raise InputError("no_turns", self.trajectory_id, got, "messages with roles")
+            finding = "the log has the conversation as text without roles"
+            raise InputError("no_turns", self.trajectory_id, finding, "messages with roles")
         numbers = zip(self.rows, self.num_prompt_tokens, strict=True)
         steps = [
             {

@@ -185,9 +185,9 @@ def _made_otherwise(
     files = {**how["sources"], **before.get("sources", {})}
     changed = [f for f in files if how["sources"].get(f) != before.get("sources", {}).get(f)]
     why = f"whose source changed since ({', '.join(changed)})" if changed else "with other options"
-    got = f"{kind.name} {name!r} was made by {before.get('function')}, {why}"
+    finding = f"{kind.name} {name!r} was made by {before.get('function')}, {why}"
     hint = f"pass another --name, or remove {version_path(dataset, name, kind)}"
-    return InputError("reward_version", dataset, got, hint=hint)
+    return InputError("reward_version", dataset, finding, hint=hint)
 
 
 def _journaled(journal: Path, how: dict[str, Any]) -> list[Score]:

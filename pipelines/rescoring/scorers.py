@@ -82,8 +82,8 @@ class Scorer:
                 outcome = await environment.step(row.get("response_text") or "")
                 rewards.append(outcome.reward)
                 if outcome.is_done and number < len(attempt.rows):
-                    got = f"the environment is done after step {number} of {len(attempt.rows)}"
-                    raise InputError("env_output", attempt.trajectory_id, got)
+                    finding = f"the environment is done after step {number} of {len(attempt.rows)}"
+                    raise InputError("env_output", attempt.trajectory_id, finding)
         finally:
             await environment.close()
         return sum(rewards) if self.outcome == "sum" else rewards[-1]

@@ -78,11 +78,11 @@ def read_model_shape(path: str, num_params: float | None = None) -> ModelShape:
         layers = config["num_hidden_layers"]
         return ModelShape(num_params=params, num_layers=layers, attention_width=width)
     except (KeyError, TypeError, ZeroDivisionError) as error:
-        got = f"cannot count the parameters of this model: {error}"
+        finding = f"cannot count the parameters of this model: {error}"
         if isinstance(error, KeyError):
-            got = f"cannot count the parameters of this model: the key {error} is missing"
+            finding = f"cannot count the parameters of this model: the key {error} is missing"
         hint = "omit --model and pass the number of parameters: --params 1.5e9"
-        raise InputError("model_config", str(file), got, hint=hint) from None
+        raise InputError("model_config", str(file), finding, hint=hint) from None
 
 
 def _read(file: Path) -> Mapping[str, Any]:

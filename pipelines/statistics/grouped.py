@@ -50,8 +50,8 @@ def grouped(
     computed = trajectory_columns(frame, outcome)
     columns = dict.fromkeys([*TRAJECTORY_COLUMNS, *frame.collect_schema()])
     if by not in columns:
-        got = f"there is no column {by!r}"
-        raise ConfigError("known_column", "--by", got, hint=f"use one of {', '.join(columns)}")
+        finding = f"there is no column {by!r}"
+        raise ConfigError("known_column", "--by", finding, hint=f"use one of {', '.join(columns)}")
     features = {name: computed[name] for name in (*_MEANS, "num_tool_errors")}
     features["num_tool_results"] = tool_calls(), count_results
     if by not in {"instance_id", "trajectory_id", "error", "return"}:
@@ -61,8 +61,8 @@ def grouped(
     value = pl.col("by" if "by" in features else by)
     if quantiles:
         if not lines.select(value).dtypes[0].is_numeric():
-            got = f"the column {by!r} is {lines.select(value).dtypes[0]}"
-            raise ConfigError("condition", "--by-quantile", got, "a number", "use --by")
+            finding = f"the column {by!r} is {lines.select(value).dtypes[0]}"
+            raise ConfigError("condition", "--by-quantile", finding, "a number", "use --by")
         lines = lines.sort(value, nulls_last=True).with_columns(range=_ranges(value))
         value = pl.col("range")
     returns, results = pl.col("return").fill_nan(None), pl.col("num_tool_results").sum()

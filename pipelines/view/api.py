@@ -72,8 +72,8 @@ class Query:
         """
         text = self.values.get(name, "" if default is None else str(default))
         if not re.fullmatch(r"[0-9]{1,9}", text):
-            got = f"{name} must be a whole number of at most 9 digits, not {text[:40]!r}"
-            raise InputError("view_query", self.where, got)
+            finding = f"{name} must be a whole number of at most 9 digits, not {text[:40]!r}"
+            raise InputError("view_query", self.where, finding)
         return int(text)
 
 
@@ -146,8 +146,8 @@ class Api:
         where, body = request.scope["path"], await _json_body(request)
         column, values, out = (body.get(name) for name in ("column", "values", "out"))
         if not (isinstance(column, str) and isinstance(out, str) and isinstance(values, dict)):
-            got = "the body must have the keys column (text), values (object) and out (text)"
-            raise InputError("view_query", where, got)
+            finding = "the body must have the keys column (text), values (object) and out (text)"
+            raise InputError("view_query", where, finding)
         dataset = self.sources.dataset(request.path_params["dataset"])
         written = await asyncio.to_thread(write_labels, dataset, column, values, out)
         return json_response(written)
@@ -254,8 +254,8 @@ class Api:
     def _search(self, query: Query) -> Response:
         ids = query.optional("ids")
         if ids is not None and not re.fullmatch(r"[0-9]{1,9}([ ,]+[0-9]{1,9})*", ids):
-            got = f"ids must be whole numbers separated by commas or spaces, not {ids[:40]!r}"
-            raise InputError("view_query", query.where, got)
+            finding = f"ids must be whole numbers separated by commas or spaces, not {ids[:40]!r}"
+            raise InputError("view_query", query.where, finding)
         hits = search(
             self.sources.dataset(query.text("dataset")),
             text=query.optional("text"),

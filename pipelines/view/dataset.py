@@ -203,8 +203,8 @@ class Dataset:
         number = self.index.number(trajectory_id)
         begin, end = self.index.bounds(number)
         if not 0 <= step_index < end - begin:
-            got = f"{trajectory_id} has no step {step_index}"
-            raise ConfigError("known_trajectory", self.path, got)
+            finding = f"{trajectory_id} has no step {step_index}"
+            raise ConfigError("known_trajectory", self.path, finding)
         if "prompt_token_ids" in names:  # a prompt is decoded from the rows before it
             return self.reader.rows(begin, begin + step_index + 1, names)[step_index:]
         return self.reader.rows(begin + step_index, begin + step_index + 1, names)
@@ -308,17 +308,17 @@ def write_labels(
     stored = dataset.stored_path
     taken = {*COLUMN_BY_NAME, *PREFIX_TYPES, *COMPUTED, *dataset.index.added}
     if not column or column in taken or len(column) > 200:
-        got = f"labels cannot be written to the column {column[:200]!r}"
+        finding = f"labels cannot be written to the column {column[:200]!r}"
         hint = "choose a name that neither the rollout table nor the viewer uses"
-        raise InputError("view_query", "labels", got, hint=hint)
+        raise InputError("view_query", "labels", finding, hint=hint)
     kind = _kind(values)
     for name in values:
         dataset.index.number(name)
     if "://" in out or not out or "\0" in out:
         raise InputError("view_query", "labels", f"{out[:200]!r} is not a local directory")
     if os.path.lexists(out):
-        got, hint = "a file or directory with that name exists", "choose a different name"
-        raise InputError("out_is_free", out, got, hint=hint)
+        finding, hint = "a file or directory with that name exists", "choose a different name"
+        raise InputError("out_is_free", out, finding, hint=hint)
     labelled = _Labelled(column, _cast(values, kind), kind)
     metadata = read_metadata(stored)
     labelled_metadata = metadata.made("view", parent=stored, column=column)
@@ -333,8 +333,8 @@ def _kind(values: Mapping[str, Any]) -> pa.DataType:
     if kinds <= {int, float}:
         if any(isinstance(value, int) and abs(value) > 2**53 for value in values.values()):
             hint = "write it as a string"
-            got = "a label is an integer beyond 2^53, which would be rounded"
-            raise InputError("view_query", "labels", got, hint=hint)
+            finding = "a label is an integer beyond 2^53, which would be rounded"
+            raise InputError("view_query", "labels", finding, hint=hint)
         return pa.float64()
     raise InputError("view_query", "labels", "labels must be either all strings or all numbers")
 

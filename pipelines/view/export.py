@@ -80,8 +80,8 @@ def export(sources: Sources, bundle: Bundle, out: str, *, where: str | None, lim
         number: _chosen(dataset, where, limit) for number, dataset in sources.datasets.items()
     }
     if not any(len(numbers) for numbers in chosen.values()) and not sources.runs:
-        got = "no trajectory matches" if where else "there are no trajectories to export"
-        raise InputError("nothing_left", where or "dataset", got)
+        finding = "no trajectory matches" if where else "there are no trajectories to export"
+        raise InputError("nothing_left", where or "dataset", finding)
     with destination(out, noun="path"):
         packing = Packing()
         for key, answer in _responses(sources, chosen, where, limit):

@@ -217,8 +217,8 @@ class LogDataset(Dataset):
             error = found
         except Exception as found:
             _LOG.exception("reading %s", self.path)
-            got = f"unexpected {type(found).__name__}: {' '.join(str(found).split())[:500]}"
-            error = InputError("worker", self.path, got)
+            finding = f"unexpected {type(found).__name__}: {' '.join(str(found).split())[:500]}"
+            error = InputError("worker", self.path, finding)
         took_s = time.monotonic() - self._began_s
         self._look_s = time.monotonic() + max(_LOOK_S, _READ_SHARE * took_s)
         self._become(is_done=True, progress=None, first=(), error=error)
@@ -291,8 +291,8 @@ class LogDataset(Dataset):
         Raises:
             InputError: `needs_dataset`.
         """
-        got = "labels are written to a copy of a dataset, and these are logs"
-        raise InputError("needs_dataset", self.path, got, hint=self.command)
+        finding = "labels are written to a copy of a dataset, and these are logs"
+        raise InputError("needs_dataset", self.path, finding, hint=self.command)
 
     @property
     def tasks(self) -> pl.Series:
@@ -327,13 +327,13 @@ class LogDataset(Dataset):
         table = super().row(trajectory_id, step_index, names)
         if not table.num_rows or not sum(len(ids) for ids in table.column("response_ids")):
             hint = "pass --tokenizer DIR to re-tokenize the text (approximate)"
-            got, why = f"{trajectory_id} has no token ids", self._untokenized.get(trajectory_id)
+            finding, why = f"{trajectory_id} has no token ids", self._untokenized.get(trajectory_id)
             if why is not None:
-                got, hint = (
+                finding, hint = (
                     f"{trajectory_id} cannot be re-tokenized: {why}",
                     "read its conversation",
                 )
-            raise TokensMissing(NO_TOKENS, self.path, got, hint=hint)
+            raise TokensMissing(NO_TOKENS, self.path, finding, hint=hint)
         return table
 
     def may_hold(self, number: int, text: str) -> bool:

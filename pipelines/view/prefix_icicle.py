@@ -95,9 +95,9 @@ def _rows(
         for name in ("prompt", "response")
     )
     if num_tokens > MAX_TOKENS:
-        got = f"the rows have {num_tokens:,} tokens; a tree shows at most {MAX_TOKENS:,}"
+        finding = f"the rows have {num_tokens:,} tokens; a tree shows at most {MAX_TOKENS:,}"
         hint = "open the tree of one trajectory, or merge first: rollouts merge DS --out MERGED"
-        raise InputError("view_size", dataset.name, got, hint=hint)
+        raise InputError("view_size", dataset.name, finding, hint=hint)
     names = dataset.present(*_DIAGNOSED)
     if dataset.has("segments"):
         names = [n for n in dataset.reader.schema.names if n != "rollout_expert_indices"]

@@ -87,11 +87,11 @@ def kind_of_table(path: str) -> Kind | None:
             return kind
     nearest = min(lacking, key=lambda kind: len(lacking[kind]))
     names_missing = ", ".join(lacking[nearest])
-    got = "its columns match neither a dataset nor a table of verdicts or row shares"
+    finding = "its columns match neither a dataset nor a table of verdicts or row shares"
     if len(lacking[nearest]) < len(_needed(nearest)) / 2:
-        got = f"it looks like a table of {NAMES[nearest]}, but has no column {names_missing}"
+        finding = f"it looks like a table of {NAMES[nearest]}, but has no column {names_missing}"
     hint = "pass a dataset, a run, or a table written by `rollouts audit` or `rollouts blame`"
-    raise InputError("view_table", path, got, hint=hint)
+    raise InputError("view_table", path, finding, hint=hint)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,8 +172,8 @@ def read_row_tables(path: str, kind: Kind) -> Iterator[RowTable]:
     try:
         frame = pl.read_parquet(path, glob=False)
     except (pl.exceptions.PolarsError, OSError) as error:
-        got = f"the file is damaged: {' '.join(str(error).split())}"
-        raise InputError("readable_file", path, got) from None
+        finding = f"the file is damaged: {' '.join(str(error).split())}"
+        raise InputError("readable_file", path, finding) from None
     rows = _typed(frame, path, kind)
     if kind == "verdicts":
         yield RowTable(path=path, kind=kind, rows=rows)
@@ -181,8 +181,8 @@ def read_row_tables(path: str, kind: Kind) -> Iterator[RowTable]:
     repeated = rows.filter(rows.select("run", "global_step", "dataset", *_ROW).is_duplicated())
     if len(repeated):
         trajectory_id, step_index = repeated.select(_ROW).row(0)
-        got = f"trajectory {trajectory_id}, step {step_index}, has several shares of one update"
-        raise InputError("view_table", path, got)
+        finding = f"trajectory {trajectory_id}, step {step_index}, has several shares of one update"
+        raise InputError("view_table", path, finding)
     for (run, update), part in rows.group_by("run", "global_step", maintain_order=True):
         yield RowTable(path=path, kind=kind, rows=part, run=str(run), update=int(str(update)))
 
@@ -202,8 +202,8 @@ def _typed(frame: pl.DataFrame, path: str, kind: Kind) -> pl.DataFrame:
                 raise pl.exceptions.InvalidOperationError
             cast = values.cast(wanted)
         except pl.exceptions.PolarsError:
-            got = f"the column {column.name} has the type {values.dtype}, not {wanted}"
-            raise InputError("view_table", path, got) from None
+            finding = f"the column {column.name} has the type {values.dtype}, not {wanted}"
+            raise InputError("view_table", path, finding) from None
         if cast.null_count() and not column.nullable and column.name != "instance_id":
             raise InputError("view_table", path, f"the column {column.name} has nulls")
         columns.append(cast)

@@ -194,8 +194,8 @@ def stored_digests(dataset: str, trajectory_ids: pl.Series) -> pl.DataFrame:
             with_stored_digest(rows).select(*_ROW, "row_digest", num_tokens_of_row=length).collect()
         )
     except (pl.exceptions.PolarsError, OSError) as error:
-        got = f"its rows cannot be read: {' '.join(str(error).split())}"
-        raise InputError("readable_file", dataset, got) from None
+        finding = f"its rows cannot be read: {' '.join(str(error).split())}"
+        raise InputError("readable_file", dataset, finding) from None
 
 
 def iterations_of(run: Path) -> dict[int, str]:
@@ -222,8 +222,8 @@ def read_tokens(run: Path, update: int, columns: list[str] | None = None) -> pl.
     try:
         return records.select(columns or pl.all()).collect()
     except (pl.exceptions.PolarsError, OSError) as error:
-        got = f"the file is damaged or not Parquet: {' '.join(str(error).split())}"
-        raise InputError("readable_file", str(file), got) from None
+        finding = f"the file is damaged or not Parquet: {' '.join(str(error).split())}"
+        raise InputError("readable_file", str(file), finding) from None
 
 
 class RecordedTasks:
@@ -303,8 +303,8 @@ def scan_token_records(run: str | os.PathLike[str], global_step: int | None = No
     if not steps:
         what = "any update" if global_step is None else f"update {global_step}"
         hint = "train with record_tokens=sampled or all"
-        got = f"the run has no token records of {what}"
-        raise InputError("input_file", str(folder), got, hint=hint)
+        finding = f"the run has no token records of {what}"
+        raise InputError("input_file", str(folder), finding, hint=hint)
     frames = (
         pl.scan_parquet(token_record_path(folder, step)).select(
             pl.lit(step, pl.Int32).alias("global_step"), pl.all()

@@ -91,9 +91,9 @@ class Sources:
             else:
                 numbers.append(sources._add_dataset(path, path))
         if tables and not sources.datasets and not sources.runs:
-            got = "a table of verdicts or row shares can be shown only with its dataset or run"
+            finding = "a table of verdicts or row shares can be shown only with its dataset or run"
             hint = f"pass the dataset too: rollouts view DATASET {tables[0]}"
-            raise InputError("view_table", tables[0], got, hint=hint)
+            raise InputError("view_table", tables[0], finding, hint=hint)
         sources._name()
         sources._add_tables(tables, numbers)
         for number in numbers:

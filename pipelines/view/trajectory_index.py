@@ -167,8 +167,8 @@ class TrajectoryIndex:
         ids = self.trajectories["trajectory_id"]
         at = ids.index_of(trajectory_id)
         if at is None:
-            got = f"no trajectory has the id {trajectory_id!r}"
-            raise ConfigError("known_trajectory", str(self.path), got)
+            finding = f"no trajectory has the id {trajectory_id!r}"
+            raise ConfigError("known_trajectory", str(self.path), finding)
         return at
 
     def group(self, name: str, columns: Sequence[str] = ("instance_id", TASK)) -> IntArray:
@@ -181,8 +181,8 @@ class TrajectoryIndex:
             found = np.flatnonzero((self.trajectories[column] == name).to_numpy())
             if len(found):
                 return found
-        got = f"no trajectory has the {columns[0]} {name!r}"
-        raise ConfigError("known_trajectory", str(self.path), got)
+        finding = f"no trajectory has the {columns[0]} {name!r}"
+        raise ConfigError("known_trajectory", str(self.path), finding)
 
     def bounds(self, number: int) -> tuple[int, int]:
         """Return the first row of a trajectory, and the row after its last."""
@@ -240,16 +240,16 @@ class TrajectoryIndex:
         """
         if column not in self.trajectories.columns:
             hint = f"use one of {', '.join(self.trajectories.columns)}"
-            got = f"the table of trajectories has no column {column!r}"
-            raise ConfigError("known_column", str(self.path), got, hint=hint)
+            finding = f"the table of trajectories has no column {column!r}"
+            raise ConfigError("known_column", str(self.path), finding, hint=hint)
 
     def _evaluated(self, where: str) -> BoolArray:
         condition = TrajectoryCondition.parse(where, "" if self.columns is not None else self.path)
         used = set(condition.names)
         for name in sorted(used & self.hidden):
-            got = f"{name} is both a column of the dataset and a column that the viewer computes"
+            finding = f"{name} is both a column of the dataset and one that the viewer computes"
             hint = "rename the column of the dataset"
-            raise ConfigError("condition", where, got, hint=hint)
+            raise ConfigError("condition", where, finding, hint=hint)
         rows = self._rows_with(used)
         key, frame = "trajectory_id", self._stored_with(used) if rows is None else rows.lazy()
         computed = trajectory_columns(frame, dataset_outcome(self.path)) if rows is None else {}
@@ -282,8 +282,8 @@ class TrajectoryIndex:
         if self.columns is not None:
             hint = "search for text with the box Find, or convert the logs"
             missing = sorted(used & self.columns - {*self.rows.columns})
-            got = f"logs have no index of {', '.join(missing)}"
-            raise ConfigError("condition", str(self.path), got, hint=hint)
+            finding = f"logs have no index of {', '.join(missing)}"
+            raise ConfigError("condition", str(self.path), finding, hint=hint)
         stored = scan(self.path)
         added = self._computed(used & {*self.added})
         return pl.concat([stored, pl.LazyFrame(added)], how="horizontal") if added else stored

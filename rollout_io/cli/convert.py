@@ -260,9 +260,9 @@ def _converted_and_redacted(
         hidden.mkdir(mode=0o700, parents=True)
     refuse_open(hidden)
     if shards:
-        got = f"the dataset exists, and {hidden} beside it has the unredacted rows of a killed command"
+        finding = f"the dataset exists, and {hidden} beside it has the unredacted rows of a killed command"
         hint = f"remove {hidden}; if `rollouts validate {out}` fails, remove both and convert again"
-        raise InputError("out_is_free", out, got, "", hint)
+        raise InputError("out_is_free", out, finding, "", hint)
     try:
         done = convert_to(out=str(hidden / target.name))
     except RolloutError as error:

@@ -113,8 +113,8 @@ def _answer(path: str, installed: Formats) -> _Answer:
             names = [match.format for match in candidates if match.is_best]
             return _Answer(path, dict.fromkeys(names, 1), candidates, error=error)
         except OSError as error:
-            got = (error.strerror or type(error).__name__).lower()
-            return _Answer(path, error=InputError("file", str(error.filename or path), got))
+            finding = (error.strerror or type(error).__name__).lower()
+            return _Answer(path, error=InputError("file", str(error.filename or path), finding))
         sizes = {log.format: len(log.inputs) for log in opened.logs}
         if Path(path).is_dir() and [one.name for one in opened.inputs] != [path]:
             return _Answer(path, sizes, num_skipped=len(opened.left))

@@ -175,8 +175,8 @@ def known(trajectory_id: str, ids: Sequence[str]) -> str:
 
         near = difflib.get_close_matches(trajectory_id, ids, 1)
         hint = f"did you mean {near[0]}?" if near else None
-        got = f"no trajectory has the id {trajectory_id!r}"
-        raise ConfigError("known_trajectory", "--trajectory", got, hint=hint)
+        finding = f"no trajectory has the id {trajectory_id!r}"
+        raise ConfigError("known_trajectory", "--trajectory", finding, hint=hint)
     return trajectory_id
 
 
@@ -246,13 +246,13 @@ def load_decoder(path: str) -> Callable[[Sequence[int]], str]:
     with requires_extra("text", "--tokenizer"):
         from tokenizers import Tokenizer
     if not file.is_file():
-        got, hint = "the file does not exist", "pass the directory of a downloaded model"
-        raise InputError("input_file", str(file), got, "", hint)
+        finding, hint = "the file does not exist", "pass the directory of a downloaded model"
+        raise InputError("input_file", str(file), finding, "", hint)
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises bare Exception
-        got = f"the file is not a valid tokenizer.json: {' '.join(str(error).split())}"
-        raise InputError("input_file", str(file), got) from None
+        finding = f"the file is not a valid tokenizer.json: {' '.join(str(error).split())}"
+        raise InputError("input_file", str(file), finding) from None
 
     def decode(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids), skip_special_tokens=False))

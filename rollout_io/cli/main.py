@@ -181,12 +181,12 @@ def _run(args: Sequence[str] | None) -> int:
     except OSError as error:
         return _report(_file_error(error))
     except RecursionError:
-        got, hint = "an input is nested too deeply", "flatten the input or its directories"
-        return _report(InputError("nesting", "this command", got, hint=hint))
+        finding, hint = "an input is nested too deeply", "flatten the input or its directories"
+        return _report(InputError("nesting", "this command", finding, hint=hint))
     except MemoryError:
-        got = "there is not enough memory"
+        finding = "there is not enough memory"
         hint = "use a machine with more memory, or split the input"
-        return _report(InputError("memory", "this command", got, hint=hint))
+        return _report(InputError("memory", "this command", finding, hint=hint))
     except Exception as error:
         return _unexpected(error)
     except BaseException as error:
@@ -212,11 +212,11 @@ def _file_error(error: OSError) -> RolloutError:
     if limit := too_many_open_files(error, where):
         return limit
     if error.filename is None and not _has_working_directory():
-        got = "the working directory does not exist any more"
-        return InputError("working_directory", where, got, hint="cd to another directory")
-    got = " ".join((error.strerror or str(error) or type(error).__name__).lower().split())
+        finding = "the working directory does not exist any more"
+        return InputError("working_directory", where, finding, hint="cd to another directory")
+    finding = " ".join((error.strerror or str(error) or type(error).__name__).lower().split())
     hint = None if error.filename else "check the disk and the network connection"
-    return InputError("file", where, got, hint=hint)
+    return InputError("file", where, finding, hint=hint)
 
 
 def _has_working_directory() -> bool:

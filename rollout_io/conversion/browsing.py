@@ -117,21 +117,24 @@ class Listing:
             self.refused[path] = odd
             return
         if path.is_symlink() and not self.holds(path):
-            got, hint = "the link leaves the directory, so it is not followed", "pass its target"
-            self.refused[path] = InputError(LINK, str(path), got, "", hint)
+            finding, hint = (
+                "the link leaves the directory, so it is not followed",
+                "pass its target",
+            )
+            self.refused[path] = InputError(LINK, str(path), finding, "", hint)
             return
         try:
             facts = path.stat()
         except OSError as error:
-            got = (error.strerror or str(error)).lower()
-            self.refused[path] = InputError("input_file", str(path), got)
+            finding = (error.strerror or str(error)).lower()
+            self.refused[path] = InputError("input_file", str(path), finding)
             return
         if path.is_file():
             self.files.append(LogFile(path, facts.st_size, facts.st_mtime))
 
     def _unlisted(self, error: OSError) -> None:
-        path, got = Path(error.filename), (error.strerror or str(error)).lower()
-        self.refused[path] = InputError("input_file", str(path), f"cannot be listed: {got}")
+        path, finding = Path(error.filename), (error.strerror or str(error)).lower()
+        self.refused[path] = InputError("input_file", str(path), f"cannot be listed: {finding}")
 
 
 def files_of(path: str) -> set[LogFile] | None:
@@ -255,8 +258,8 @@ def reread(
     """Read one trajectory again."""
     for place in run.places:
         if not (listing.holds(place.path) or place.path.is_relative_to(spool)):
-            got = "the file is now a link that leaves the directory"
-            raise InputError(LINK, place.where, got)
+            finding = "the file is now a link that leaves the directory"
+            raise InputError(LINK, place.where, finding)
         if listing.was_replaced(place.path):
             raise InputError("input_file", place.where, CHANGED, "", AGAIN)
     tables, rejected = [], list[Rejected]()

@@ -112,16 +112,16 @@ def _with_columns(columns: pa.Schema, table: pa.Table, where: str) -> pa.Schema:
     try:
         return pa.unify_schemas([columns, table.schema], promote_options="permissive")
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-        got = f"a column has a different type than in an earlier document: {error}"
+        finding = f"a column has a different type than in an earlier document: {error}"
         hint = "give the column one type in all documents, or convert them separately"
-        raise InvariantError("columns_and_types", where, got, "", hint) from None
+        raise InvariantError("columns_and_types", where, finding, "", hint) from None
 
 
 def repeated(name: str, first: str, second: str) -> InvariantError:
     """Return the error for a trajectory that two documents contain."""
     hint = "convert the outputs of each training step to a separate dataset"
-    got = f"trajectory {name!r} also occurs in {first}"
-    return InvariantError("unique_trajectory", second, got, "", hint)
+    finding = f"trajectory {name!r} also occurs in {first}"
+    return InvariantError("unique_trajectory", second, finding, "", hint)
 
 
 def convert_chunk(
@@ -316,10 +316,10 @@ def other_routing(
     where: str, shape: tuple[int, ...], earlier: tuple[int, ...] | None
 ) -> InvariantError:
     """Return the error for routing that has a different shape than in earlier calls."""
-    got, before = (f"{layers} layers, top {topk}" for layers, topk in (shape, earlier or shape))
-    message = f"{where}: the routing has {got}, but earlier calls have {before}"
+    finding, before = (f"{layers} layers, top {topk}" for layers, topk in (shape, earlier or shape))
+    message = f"{where}: the routing has {finding}, but earlier calls have {before}"
     hint = "convert the logs of each model to a separate dataset"
-    return InvariantError("routing_shape", where, got, before, hint, message=message)
+    return InvariantError("routing_shape", where, finding, before, hint, message=message)
 
 
 def _routing_of(table: pa.Table) -> tuple[int, ...] | None:
@@ -353,9 +353,9 @@ def _fault(run: Run, settled: Settled, error: Exception) -> RolloutError:
                     strict_ids(ids, what, step.source)
     except RolloutError as found:
         return found
-    where, got = run.places[0].where, " ".join(str(error).split())
+    where, finding = run.places[0].where, " ".join(str(error).split())
     hint = "check the run for a number that is too large, or a value of the wrong type"
-    return InvariantError("columns_and_types", where, got, "", hint)
+    return InvariantError("columns_and_types", where, finding, "", hint)
 
 
 def sound(part: RunRows, rejected: list[Rejected], vocab_size: int | None) -> pa.Table:
@@ -400,6 +400,8 @@ def causes_first(rejected: Iterable[Rejected], inputs: Sequence[Input]) -> list[
 
 def _breach(breach: dict[str, Any], where: str) -> RolloutError:
     rule, column = breach["rule"], breach["column"]
-    got = f"{column}: {breach['got']}" if column else breach["got"]
+    finding = f"{column}: {breach['got']}" if column else breach["got"]
     message = f"{where}: {breach['message']}"
-    return InvariantError(rule, where, got, breach["expected"], RULES[rule].hint, message=message)
+    return InvariantError(
+        rule, where, finding, breach["expected"], RULES[rule].hint, message=message
+    )

@@ -399,10 +399,10 @@ def _refuse_mixtures(reports: Sequence[Report], logs: Sequence[Log], plans: Sequ
 
 
 def _nothing_usable(where: str, errors: Sequence[RolloutError], summary: Summary) -> NothingUsable:
-    got = f"no record can be used ({len(errors)} rejected; the first: {errors[0].failure})"
+    finding = f"no record can be used ({len(errors)} rejected; the first: {errors[0].failure})"
     hint, reason = f"see {rejected_path(where)}", summary.reasons[0]
     if reason["hint"]:
         hint += f"; the most frequent error is [{reason['rule']}]: {reason['hint']}"
-    error = NothingUsable("no_calls", where, got, "", hint)
+    error = NothingUsable("no_calls", where, finding, "", hint)
     error.summary = summary
     return error

@@ -96,11 +96,11 @@ def open_inputs(
         else:
             inputs.append(open_file(path, spool))
     if not inputs:
-        got, hint = "the pattern matches no log", "check the path"
+        finding, hint = "the pattern matches no log", "check the path"
         if any(_real(Path(path)) in skipped for path in paths):
-            got = "the log is also named as the rewards file, or as the output"
+            finding = "the log is also named as the rewards file, or as the output"
             hint = "pass the logs as arguments, and another file to --rewards and --out"
-        raise InputError("input_file", ", ".join(paths), got, "", hint)
+        raise InputError("input_file", ", ".join(paths), finding, "", hint)
     return _without_repeated(inputs, tell), sorted(set(unread), key=natural_key)
 
 
@@ -135,10 +135,10 @@ def expanded(path: str) -> list[str]:
                     for name, about in matched.items()
                 ]
     if not names:
-        got, hint = "no file matches the pattern", "check the path; `**` matches any depth"
+        finding, hint = "no file matches the pattern", "check the path; `**` matches any depth"
         if not has_magic(path):
-            got, hint = "the directory contains no files", "check the URL"
-        raise InputError("input_file", path, got, "", hint)
+            finding, hint = "the directory contains no files", "check the URL"
+        raise InputError("input_file", path, finding, "", hint)
     covered = {parent for name in names for parent in Path(name).parents} & set(map(Path, names))
     tops = [n for n in names if not covered & set(Path(n).parents)]
     return sorted(tops, key=natural_key)
@@ -280,10 +280,10 @@ def refuse_changed(before: Mapping[Path, tuple[str, Version]]) -> None:
             continue
         is_same_file = new is not None and new[:2] == old[:2]
         if new is None or not is_same_file or new.num_bytes <= old.num_bytes:
-            got = "removed" if new is None else "rewritten" if is_same_file else "replaced"
+            finding = "removed" if new is None else "rewritten" if is_same_file else "replaced"
             hint = "convert the log after its writer has finished"
             raise InputError(
-                "input_file", name, f"the file was {got} during the conversion", "", hint
+                "input_file", name, f"the file was {finding} during the conversion", "", hint
             )
 
 
@@ -311,9 +311,9 @@ def _blocks(stream: BufferedReader, name: str) -> Iterator[bytes]:
     try:
         yield from _unpacked(stream)
     except (EOFError, zlib.error, OSError, pa.ArrowException) as error:
-        got = f"the file cannot be decompressed ({' '.join(str(error).split())})"
+        finding = f"the file cannot be decompressed ({' '.join(str(error).split())})"
         hint = "copy the file again: it is damaged or incomplete"
-        raise InputError("input_file", name, got, "", hint) from None
+        raise InputError("input_file", name, finding, "", hint) from None
 
 
 def _unpacked(stream: BufferedReader) -> Iterator[bytes]:
@@ -339,9 +339,9 @@ def copies_in(inputs: Iterable[Input]) -> Iterator[tuple[Input, InputError]]:
     for log in (log for twins in by_size.values() if len(twins) > 1 for log in twins):
         other = first.setdefault(digest_of(log.path), log.name)
         if other != log.name:
-            got = f"the file is a copy of {other}"
+            finding = f"the file is a copy of {other}"
             hint = "pass only one of the two, or --on-error skip"
-            yield log, InputError(DUPLICATE_INPUT, log.name, got, "", hint)
+            yield log, InputError(DUPLICATE_INPUT, log.name, finding, "", hint)
 
 
 def _without_repeated(inputs: Iterable[Input], tell: Tell | None) -> list[Input]:
@@ -350,13 +350,15 @@ def _without_repeated(inputs: Iterable[Input], tell: Tell | None) -> list[Input]
         with told(log.name, tell):
             resolved = _real(log.path)
             if resolved in paths:
-                got, hint = "the log was passed twice", "pass each file once"
-                raise InputError(DUPLICATE_INPUT, log.name, got, "", hint)
+                finding, hint = "the log was passed twice", "pass each file once"
+                raise InputError(DUPLICATE_INPUT, log.name, finding, "", hint)
             paths.add(resolved)
             if log.name in names:
-                got = "the input was passed twice, or two URLs differ only in their query strings"
+                finding = (
+                    "the input was passed twice, or two URLs differ only in their query strings"
+                )
                 hint = "pass each input once, or download the files and pass their paths"
-                raise InputError(DUPLICATE_INPUT, log.name, got, "", hint)
+                raise InputError(DUPLICATE_INPUT, log.name, finding, "", hint)
             names.add(log.name)
             distinct.append(log)
     return distinct
@@ -366,6 +368,6 @@ def paths_of(inputs: PathLike | Sequence[PathLike]) -> list[str]:
     """Convert one or several paths to a list of strings."""
     paths = [inputs] if isinstance(inputs, str | os.PathLike) else list(inputs)
     if not paths:
-        got, hint = "the list is empty", "pass files or directories"
-        raise InputError("input_file", "inputs", got, "", hint)
+        finding, hint = "the list is empty", "pass files or directories"
+        raise InputError("input_file", "inputs", finding, "", hint)
     return [os.fspath(path) for path in paths]

@@ -103,8 +103,10 @@ class Recorded:
         """Index the calls of a dataset."""
         reader = RowReader(path)
         if "response_text" not in reader.schema.names:
-            got = "the dataset has no column response_text, by which calls are matched"
-            raise InputError("join", path, got, "", "pass a dataset that `rollouts record` wrote")
+            finding = "the dataset has no column response_text, by which calls are matched"
+            raise InputError(
+                "join", path, finding, "", "pass a dataset that `rollouts record` wrote"
+            )
         if _is_merged(reader.schema):
             hint = "run `rollouts merge --undo` on it first"
             raise InputError("join", path, "the rows of the dataset are merged", "", hint)
@@ -140,9 +142,11 @@ class Recorded:
         if not matched:
             if trajectory.error is not None or not answers:
                 return []
-            got = f"none of its {count(len(answers), 'answer')} is among the calls of {self.path}"
+            finding = (
+                f"none of its {count(len(answers), 'answer')} is among the calls of {self.path}"
+            )
             hint = "pass the dataset or the log of the calls that were recorded of this run"
-            raise InputError("join", answers[0].conversation.source, got, "", hint)
+            raise InputError("join", answers[0].conversation.source, finding, "", hint)
         pairs = sorted(matched.items(), key=lambda pair: pair[1].row)
         numbers = {call.session for call in matched.values()}
         sessions = {number: self._session(number) for number in numbers}
@@ -226,8 +230,8 @@ class Recorded:
 def _answers_of(steps: Sequence[Logged]) -> Iterator[_Answer]:
     for step in steps:
         if not isinstance(step, Conversation):
-            got, hint = "the log has token ids itself, or no messages", "omit --join"
-            raise InputError("join", step.source, got, "", hint)
+            finding, hint = "the log has token ids itself, or no messages", "omit --join"
+            raise InputError("join", step.source, finding, "", hint)
         for index, message in enumerate(step.messages):
             if index >= step.num_given and is_answer(message):
                 calls = [

@@ -174,12 +174,12 @@ def refuse_unknown_only(
     """Check that directories, if they are the only inputs, contain at least one log."""
     if any(name in paths or _is_log(log.path, adapters) for name, log in inputs.items()):
         return
-    where, got = ", ".join(paths), "no file is in a format that rollouts can read"
+    where, finding = ", ".join(paths), "no file is in a format that rollouts can read"
     first = next(iter(inputs))
-    message = f"{where}: {got} (found {count(len(inputs), 'file')}, the first is {first})"
+    message = f"{where}: {finding} (found {count(len(inputs), 'file')}, the first is {first})"
     clue = explanation(first, inputs[first].path, adapters)
     hint = f"{clue.sentence.removesuffix('.')}; {clue.hint}" if clue else HINT
-    raise InputError(RULE, where, got, "", hint, message=message)
+    raise InputError(RULE, where, finding, "", hint, message=message)
 
 
 def _formats_of(path: Path, adapters: Mapping[str, Adapter]) -> list[str]:
@@ -197,9 +197,9 @@ def _is_log(path: Path, adapters: Mapping[str, Adapter]) -> bool:
 
 
 def _foreign(log: Input) -> Rejected:
-    got = "the content matches no known format"
+    finding = "the content matches no known format"
     message = f"{log.name} is in no format that rollouts can read"
-    error = InputError(RULE, log.name, got, "", HINT, message=message)
+    error = InputError(RULE, log.name, finding, "", HINT, message=message)
     return Rejected(_whole(log), error)
 
 

@@ -128,12 +128,12 @@ def _regrouped(
     for run in runs:
         missing = [name for name in group_by if name not in run.labels]
         if missing:
-            where, got = run.places[0].where, f"the run has no label {missing[0]!r}"
+            where, finding = run.places[0].where, f"the run has no label {missing[0]!r}"
             near = difflib.get_close_matches(missing[0], run.labels, 1)
             hint = "omit --group-by"
             hint += f", or use one of {', '.join(run.labels)}" if run.labels else ""
             hint = f"did you mean {near[0]}? Otherwise {hint}" if near else hint
-            error = ConfigError("group_by", where, got, "", hint)
+            error = ConfigError("group_by", where, finding, "", hint)
             rejected += [Rejected(place, error) for place in run.places]
             continue
         run.instance_id = "/".join(run.labels[name] for name in group_by)
@@ -164,10 +164,10 @@ def _unique(runs: Iterable[Run], first: dict[str, Run], rejected: list[Rejected]
         if other is run:
             yield run
             continue
-        got = f"instance {run.instance_id!r}, repetition {run.repetition_id}, also occurs in "
-        got += other.places[0].where
+        finding = f"instance {run.instance_id!r}, repetition {run.repetition_id}, also occurs in "
+        finding += other.places[0].where
         hint = "convert the logs of each collection to a separate dataset"
-        error = InvariantError("unique_trajectory", run.places[0].where, got, "", hint)
+        error = InvariantError("unique_trajectory", run.places[0].where, finding, "", hint)
         rejected += [Rejected(place, error) for place in run.places]
 
 

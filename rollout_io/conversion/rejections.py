@@ -44,8 +44,8 @@ def of_run(run: Run, error: RolloutError) -> Iterator[Rejected]:
     guilty = {place for place in run.places if where.startswith(f"{place.where},")}
     for place in run.places:
         if guilty and place not in guilty:
-            got = f"a different record of this run was rejected ({error.rule}: {error.where})"
-            yield Rejected(place, InputError(INCOMPLETE, place.where, got, "", error.hint))
+            finding = f"a different record of this run was rejected ({error.rule}: {error.where})"
+            yield Rejected(place, InputError(INCOMPLETE, place.where, finding, "", error.hint))
         else:
             yield Rejected(place, error, "text" if isinstance(error, TextAlone) else "record")
 

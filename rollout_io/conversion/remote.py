@@ -52,9 +52,11 @@ def copy_directory(url: str, spool: Path, ignored: Collection[str] = ()) -> Path
                     local.writelines(_blocks(location, path, url))
             except (FileExistsError, NotADirectoryError) as error:
                 where = f"{shown(url).rstrip('/')}/{name}"  # such as `a//b` beside `a/b`
-                got = "another object would have the same path in the local copy of the directory"
+                finding = (
+                    "another object would have the same path in the local copy of the directory"
+                )
                 hint = "rename one of the two, or pass their URLs one by one"
-                raise InputError("input_file", where, got, "", hint) from error
+                raise InputError("input_file", where, finding, "", hint) from error
     return copy
 
 
@@ -174,8 +176,8 @@ def reachable(url: str) -> Iterator[None]:
     except RolloutError:
         raise
     except Exception as error:
-        got = " ".join((getattr(error, "strerror", None) or str(error) or repr(error)).split())
+        finding = " ".join((getattr(error, "strerror", None) or str(error) or repr(error)).split())
         named = shown(url)
-        got = (got[:1].lower() + got[1:]).replace(url, named)
-        hint, message = "check the URL and your credentials", f"cannot read {named}: {got}"
-        raise InputError("input_file", named, got, "", hint, message=message) from error
+        finding = (finding[:1].lower() + finding[1:]).replace(url, named)
+        hint, message = "check the URL and your credentials", f"cannot read {named}: {finding}"
+        raise InputError("input_file", named, finding, "", hint, message=message) from error

@@ -93,16 +93,16 @@ def _decode(
     decoder: msgspec.json.Decoder[dict[str, Any]], content: bytes, where: str
 ) -> dict[str, Any]:
     if without_lone_surrogates(content) != content:
-        got = "a lone surrogate (half of a character), which no name of a run has"
+        finding = "a lone surrogate (half of a character), which no name of a run has"
         hint = "write the name of the run as it is in the log"
-        raise InputError("json_line", where, got, "", hint)
+        raise InputError("json_line", where, finding, "", hint)
     return decode_line(decoder, content, where)
 
 
 def second_line(session: str, first: Outcome, second: Outcome) -> InputError:
     """Return the error for a second line about the same trajectory."""
-    got = f"session {session} already has a line: {first.where}"
-    return InputError(_RULE, second.where, got, "", "keep only one of the two lines")
+    finding = f"session {session} already has a line: {first.where}"
+    return InputError(_RULE, second.where, finding, "", "keep only one of the two lines")
 
 
 def parse_outcome(record: dict[str, Any], where: str) -> tuple[Key, Outcome]:
@@ -122,17 +122,19 @@ def _parse(record: dict[str, Any], where: str) -> tuple[str, Outcome]:
         hint = "remove the line if the reward is unknown; set `error` if the run failed"
         near = difflib.get_close_matches("reward", record, 1)
         hint = f"did you mean `reward`, not `{near[0]}`?" if near else hint
-        got = "the line has neither `reward` nor `error`"
-        raise InputError(_RULE, where, got, "", hint)
+        finding = "the line has neither `reward` nor `error`"
+        raise InputError(_RULE, where, finding, "", hint)
     others = {name: value for name, value in record.items() if name not in names}
     clash = sorted(k for k in others if k in {*RESERVED_NAMES, ""} or "\0" in k)
     if clash:
-        got = "a key is empty"
+        finding = "a key is empty"
         if "\0" in clash[0]:
-            got = f"the key {clash[0]!r} contains a NUL character, which no column name may have"
+            finding = (
+                f"the key {clash[0]!r} contains a NUL character, which no column name may have"
+            )
         elif clash[0]:
-            got = f"the key {clash[0]!r} is the name of a column of the rollout table"
-        raise InputError(_RULE, where, got, "", "rename the key")
+            finding = f"the key {clash[0]!r} is the name of a column of the rollout table"
+        raise InputError(_RULE, where, finding, "", "rename the key")
     metrics = {k: _number(k, v, where) for k, v in others.items() if isinstance(v, int | float)}
     texts = {k: _text(v) for k, v in others.items() if k not in metrics and v is not None}
     return _session(fields, where), Outcome(
@@ -147,9 +149,9 @@ def _parse(record: dict[str, Any], where: str) -> tuple[str, Outcome]:
 
 def _session(fields: _Fields, where: str) -> str:
     if fields.session is None and (fields.instance_id is None or fields.repetition_id is None):
-        got = "the line has neither `session` nor `instance_id` and `repetition_id`"
+        finding = "the line has neither `session` nor `instance_id` and `repetition_id`"
         hint = 'name the trajectory: {"session": "shop-1/0", "reward": 1.0}'
-        raise InputError(_RULE, where, got, "", hint)
+        raise InputError(_RULE, where, finding, "", hint)
     session = fields.session
     if session is None:
         session = f"{fields.instance_id}/{fields.repetition_id}"
@@ -158,8 +160,8 @@ def _session(fields: _Fields, where: str) -> str:
         return session
     key = split_session(session, where)
     if any(g is not None and g != k for g, k in zip(named, key, strict=True)):
-        got = f"instance_id and repetition_id do not match session {fields.session!r}"
-        raise InputError(_RULE, where, got, "", "give either the session or the ids")
+        finding = f"instance_id and repetition_id do not match session {fields.session!r}"
+        raise InputError(_RULE, where, finding, "", "give either the session or the ids")
     return session
 
 
@@ -167,8 +169,8 @@ def _number(name: str, value: float, where: str) -> float:
     try:
         return float(value)
     except OverflowError:
-        got = f"{name!r} is a number of {len(str(value))} digits, above the maximum of 1.8e308"
-        raise InputError(_RULE, where, got, "", "write it as a string, in quotes") from None
+        finding = f"{name!r} is a number of {len(str(value))} digits, above the maximum of 1.8e308"
+        raise InputError(_RULE, where, finding, "", "write it as a string, in quotes") from None
 
 
 def _text(value: Any) -> str:
@@ -235,9 +237,9 @@ def _chosen(logged: Trajectory, key: str | None, where: str) -> float | None:
         return logged.metrics[key]
     near = difflib.get_close_matches(key, logged.metrics, 1)
     names = ", ".join(sorted(logged.metrics))
-    got = f"the run has no reward {key!r}" + (f", only {names}" if names else "")
+    finding = f"the run has no reward {key!r}" + (f", only {names}" if names else "")
     hint = f"did you mean --reward {near[0]}?" if near else "omit --reward, or pass --rewards FILE"
-    raise ConfigError("reward_key", where, got, "", hint)
+    raise ConfigError("reward_key", where, finding, "", hint)
 
 
 def by_run(
@@ -291,26 +293,26 @@ def _rejected(
     near = difflib.get_close_matches(unresolved[0][0], sessions, 1) if unresolved else []
     example = near[0] if near else min(sessions, default="shop-1/0")
     for session, outcome, fits in unresolved:
-        where, got = outcome.where, f"session {session!r}"
+        where, finding = outcome.where, f"session {session!r}"
         if fits:
             names = ", ".join(map(_session_name, fits[:_SHOWN])) + (
                 ", ..." if fits[_SHOWN:] else ""
             )
-            got += f" matches {count(len(fits), 'run')}: {names}"
+            finding += f" matches {count(len(fits), 'run')}: {names}"
             hint = "give the full name of the run"
-            error = InputError("session_name", where, got, "", hint)
+            error = InputError("session_name", where, finding, "", hint)
         elif full_name(session) is None:
             hint = f"name a run of the log, for example {example!r}"
-            error = InputError("session_name", where, got, SESSION_SHAPE, hint)
+            error = InputError("session_name", where, finding, SESSION_SHAPE, hint)
         else:
-            got += " has a reward but no call in the logs"
+            finding += " has a reward but no call in the logs"
             hint = (
                 "add the missing log file, or set `error` for a run that made no call; if the"
                 " rewards file covers more runs than the logs, pass --on-error skip, which reports"
                 " the other rewards as rejected"
             )
             hint += f"; the nearest session is {near.pop()!r}" if near else ""
-            error = InputError("unknown_session", where, got, "", hint)
+            error = InputError("unknown_session", where, finding, "", hint)
         yield Rejected(Place(Path(where), where), error, "reward")
 
 

@@ -78,9 +78,9 @@ def table_of(batch: Sequence[Settled]) -> pa.Table:
     kinds = {name: value.type for step in rows.steps for name, value in step.columns.items()}
     for name, kind in kinds.items():
         if name in columns:
-            got = f"the log and the rewards both give a column {name!r}"
+            finding = f"the log and the rewards both give a column {name!r}"
             raise InputError(
-                "free_name", rows.steps[0].source, got, hint="rename it in the rewards"
+                "free_name", rows.steps[0].source, finding, hint="rename it in the rewards"
             )
         values = [step.columns.get(name) for step in rows.steps]
         columns[name] = pa.array([None if v is None else v.as_py() for v in values], kind)

@@ -177,11 +177,11 @@ def refuse_misfits(choices: Choices, logs: Iterable[Log]) -> None:
     for log in logs:
         for name, value in (("--rewards", choices.rewards), ("--group-by", choices.group_by)):
             if value and log.adapter.is_table:
-                got = f"logs in the format {log.format} already contain groups and rewards"
-                raise ConfigError("choices", name, got, "", f"omit {name}")
+                finding = f"logs in the format {log.format} already contain groups and rewards"
+                raise ConfigError("choices", name, finding, "", f"omit {name}")
         if choices.group_size is not None and log.format != "skyrl":
-            name, got = "--group-size", f"logs in the format {log.format} name their groups"
-            raise ConfigError("choices", name, got, "", f"omit {name}")
+            name, finding = "--group-size", f"logs in the format {log.format} name their groups"
+            raise ConfigError("choices", name, finding, "", f"omit {name}")
 
 
 def identity_of(

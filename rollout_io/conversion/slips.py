@@ -53,9 +53,9 @@ def check_slips(logged: Trajectory, *, strict: bool) -> None:
             if answered and str(answered) not in calls:
                 note(ORPHANS)
                 if strict:
-                    got = f"tool_call_id {str(answered)!r:.60}, which no earlier call has"
+                    finding = f"tool_call_id {str(answered)!r:.60}, which no earlier call has"
                     hint = "omit --strict to convert the run, or log the message with the call"
-                    raise InputError("message", f"{source}, message {i}", got, hint=hint)
+                    raise InputError("message", f"{source}, message {i}", finding, hint=hint)
 
 
 def _check_role(role: object, source: str, index: int) -> None:

@@ -65,8 +65,8 @@ class Staging:
         """Lock the directory against a second conversion, and create it if necessary."""
         with destination(self.where) as self._held:
             if _is_link(self.folder):
-                got, hint = "the staging directory is a symbolic link", "remove the link"
-                raise InputError("out_is_free", self.folder.path, got, "", hint)
+                finding, hint = "the staging directory is a symbolic link", "remove the link"
+                raise InputError("out_is_free", self.folder.path, finding, "", hint)
             with writable(self.where):
                 self.folder.fs.makedirs(self.folder.path, exist_ok=True)
             for path in _names(self.folder):
@@ -174,9 +174,9 @@ class Staging:
         """Mark a chunk as finished."""
         written = self._unfinished(index)
         if not written.shards():
-            got = "the output of a worker process is not visible to this process"
+            finding = "the output of a worker process is not visible to this process"
             hint = "write to storage that all nodes share, or use --workers 1"
-            raise InputError("shared_storage", self.where, got, "", hint)
+            raise InputError("shared_storage", self.where, finding, "", hint)
         finished = self._finished(index)
         entry = {"num_shards": len(written.shards()), "report": report}
         if self.out.is_local:
@@ -214,8 +214,8 @@ class Staging:
                 published a shard.
         """
         if self.resume(whole).keys() != set(range(whole.num_parts)):
-            got, hint = "the staging directory was changed", "run the same command again"
-            raise InputError("out_is_free", self.folder.path, got, "", hint)
+            finding, hint = "the staging directory was changed", "run the same command again"
+            raise InputError("out_is_free", self.folder.path, finding, "", hint)
         self._publish_blobs(parents)
         self._held.refuse_lost()
         first = 0
@@ -270,9 +270,11 @@ class Staging:
         is_ours = fs.isfile(path) and _LINE.match(fs.head(path, 1 << 16))
         if not _is_link(self.rejected) and (is_ours or not fs.exists(path)):
             return
-        got = "the path is needed for rejected records, but already exists and contains other data"
+        finding = (
+            "the path is needed for rejected records, but already exists and contains other data"
+        )
         hint = "choose a different --out, or rename the existing file"
-        raise InputError("out_is_free", path, got, "", hint)
+        raise InputError("out_is_free", path, finding, "", hint)
 
     def write_rejected(self, lines: Iterable[bytes]) -> None:
         """Write the rejected records beside the dataset, atomically."""

@@ -305,9 +305,9 @@ def refuse_unread(notes: Mapping[str, int], run: Run) -> None:
     """Reject a run with content that its adapter neither reads nor leaves out on purpose."""
     unread = unread_in(notes)
     if unread:
-        got = f"the record has content that is not read: {named_counts(unread)}"
+        finding = f"the record has content that is not read: {named_counts(unread)}"
         hint = "omit --strict to convert the rest, or report the names, so that they can be read"
-        raise InputError("unread_content", run.places[0].where, got, hint=hint)
+        raise InputError("unread_content", run.places[0].where, finding, hint=hint)
 
 
 _INTERNAL = frozenset(

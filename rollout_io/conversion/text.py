@@ -157,8 +157,8 @@ def retokenizer_of(
     """Return the re-tokenizer, and the metadata fields that describe its tokenizer."""
     if tokenizer is None:
         if chat_template is not None:
-            got, hint = "a chat template needs a tokenizer", "pass --tokenizer DIR"
-            raise ConfigError("tokenizer", "--chat-template", got, "", hint)
+            finding, hint = "a chat template needs a tokenizer", "pass --tokenizer DIR"
+            raise ConfigError("tokenizer", "--chat-template", finding, "", hint)
         return None, DatasetMetadata()
     directory = tokenizer_directory(tokenizer)
     made = Retokenizer(directory=directory, chat_template=chat_template) if is_needed else None
@@ -215,8 +215,8 @@ def text_alone(step: Conversation | Completion) -> TextAlone:
     """Return the error for a log without token ids, to raise if there is no re-tokenizer."""
     why = step.tokenless if isinstance(step, Conversation) else None
     if why is None:
-        got = "the log has text but no token ids"
-        return TextAlone(NO_TOKENS, step.source, got, "", _NEEDS_TOKENIZER + _COLLECT)
+        finding = "the log has text but no token ids"
+        return TextAlone(NO_TOKENS, step.source, finding, "", _NEEDS_TOKENIZER + _COLLECT)
     return TextAlone(NO_TOKENS, why.where, why.got, "", f"{_NEEDS_TOKENIZER}{why.hint}")
 
 
@@ -251,9 +251,9 @@ def with_answers(trajectory: Trajectory) -> list[Logged]:
         return list(trajectory.steps)
     steps = [cut for step in trajectory.steps if (cut := _cut(step)) is not None]
     if trajectory.steps and not steps and trajectory.error is None:
-        got = "no answer in the run has text, reasoning or tool calls"
+        finding = "no answer in the run has text, reasoning or tool calls"
         hint = "give the run an `error` in --rewards if every model call failed"
-        raise InputError("no_calls", trajectory.steps[0].source, got, "", hint)
+        raise InputError("no_calls", trajectory.steps[0].source, finding, "", hint)
     _refuse_repeated(step for step in steps if isinstance(step, Conversation))
     return steps
 
@@ -287,9 +287,9 @@ def _refuse_repeated(conversations: Iterable[Conversation]) -> None:
         texts = (str(answer.get(name) or "") for name in SAID)
         is_long = answer.get("tool_calls") or sum(map(len, texts)) >= MIN_CHARS
         if is_long and given[-1:] == own[:1] and given.count(own[0]) > answered[own[0]]:
-            got = "the last assistant message of the prompt is the answer itself"
+            finding = "the last assistant message of the prompt is the answer itself"
             hint = "log the messages before the answer is appended to them, not after the call"
-            raise InvariantError("response_in_prompt", conversation.source, got, "", hint)
+            raise InvariantError("response_in_prompt", conversation.source, finding, "", hint)
         answered.update(own)
 
 
@@ -367,10 +367,10 @@ def _ids(step: Step) -> list[int]:
 
 
 def _other(step: Step, directory: str, decoded: str, text: str) -> InputError:
-    got = f"{directory} decodes the response ids to {quoted(decoded)}"
-    got += f", but the logged text is {quoted(text)}"
+    finding = f"{directory} decodes the response ids to {quoted(decoded)}"
+    finding += f", but the logged text is {quoted(text)}"
     hint = (
         "pass the tokenizer of the model that sampled the ids, or check that ids and text belong "
     )
     hint += "to the same call"
-    return InputError("other_tokenizer", step.source, got, "", hint)
+    return InputError("other_tokenizer", step.source, finding, "", hint)

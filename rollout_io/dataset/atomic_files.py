@@ -95,11 +95,11 @@ def writable(where: str, hint: str | None = None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        got = (error.strerror or str(error)).lower()
+        finding = (error.strerror or str(error)).lower()
         is_full = error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
         hint = hint or ("free some space there, or " * is_full + "choose a different --out")
-        message = f"cannot write {where}: {got}"
-        raise InputError("output_file", where, got, "", hint, message=message) from None
+        message = f"cannot write {where}: {finding}"
+        raise InputError("output_file", where, finding, "", hint, message=message) from None
 
 
 def _remove(path: Path) -> None:

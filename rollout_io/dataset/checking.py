@@ -76,13 +76,13 @@ def check_blobs(path: Paths) -> Iterator[pl.DataFrame]:
 
 
 def _faulty(table: pa.Table, faults: Mapping[str, str | None]) -> tuple[Any, ...]:
-    rows, got = [], []
+    rows, finding = [], []
     for row, entries in enumerate(table.column(PICTURES).to_pylist()):
         names = [entry["sha256"] for entry in entries or () if entry is not None]
         if found := next((fault for name in names if (fault := faults.get(name))), None):
             rows.append(row)
-            got.append(found)
-    return np.array(rows, np.int64), PICTURES, got, "a file in DS.blobs", "{got}"
+            finding.append(found)
+    return np.array(rows, np.int64), PICTURES, finding, "a file in DS.blobs", "{got}"
 
 
 def _breaches(path: Paths, workers: Workers | None = None) -> Iterator[pl.DataFrame]:

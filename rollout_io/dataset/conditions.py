@@ -87,9 +87,9 @@ def condition_of(condition: str | pl.Expr, text: str | None = None) -> pl.Expr:
     if (part := _first(tree, _NOT_ROWWISE)) is not None:
         raise ConfigError("condition", where, part, "a condition on each row", _HINT)
     if (part := _first(tree, _ACROSS_ROWS)) is not None:
-        got, expected = f"{part} over the entire dataset", "a condition on each row"
+        finding, expected = f"{part} over the entire dataset", "a condition on each row"
         hint = "aggregate over groups: max(step_index) OVER (PARTITION BY trajectory_id)"
-        raise ConfigError("condition", where, got, expected, hint)
+        raise ConfigError("condition", where, finding, expected, hint)
     if (part := _grown_text(tree)) is not None:
         hint = "compare the column itself, or add a column with the computed text first"
         raise ConfigError("condition", where, part, "", hint)
@@ -104,10 +104,10 @@ def refused(error: BaseException, where: str, types: str = "") -> ConfigError:
         where: The condition.
         types: Result of `types_in`, to name the columns.
     """
-    got = (str(error).strip() or type(error).__name__).split("\n")[0]
+    finding = (str(error).strip() or type(error).__name__).split("\n")[0]
     if types:
-        got = f"{got.rstrip('.')} ({types})"
-    return ConfigError("condition", where, got, "", _HINT)
+        finding = f"{finding.rstrip('.')} ({types})"
+    return ConfigError("condition", where, finding, "", _HINT)
 
 
 def types_in(names: Iterable[str], schema: Mapping[str, pl.DataType]) -> str:
@@ -137,8 +137,8 @@ def check_columns(used: Sequence[str], columns: Sequence[str], where: str, text:
         without_texts = re.sub(r"'(?:[^']|'')*'", lambda match: " " * len(match[0]), text)
         match = re.search(rf"(?<!\w){re.escape(name)}(?!\w)", without_texts)
         place = f" (character {match.start() + 1} of the condition)" if match else ""
-        got = f"the dataset has no column {name!r}{place}"
-        raise ConfigError("known_column", where, got, "", hint)
+        finding = f"the dataset has no column {name!r}{place}"
+        raise ConfigError("known_column", where, finding, "", hint)
 
 
 def holds(condition: str | pl.Expr) -> pl.Expr:
@@ -194,9 +194,11 @@ def _refusing(where: str) -> Iterator[None]:
 
 
 def _too_long(where: str) -> ConfigError:
-    got = "the condition has too many names and operators (at most 500), or is nested too deeply"
+    finding = (
+        "the condition has too many names and operators (at most 500), or is nested too deeply"
+    )
     hint = "write a list of values as trajectory_id IN ('a_0', 'a_1')"
-    return ConfigError("condition", f"{where[:60]}...", got, "", hint)
+    return ConfigError("condition", f"{where[:60]}...", finding, "", hint)
 
 
 def _as_json(expression: pl.Expr) -> Any:

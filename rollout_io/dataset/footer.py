@@ -168,9 +168,9 @@ def _refuse_gaps(where: str, places: Sequence[tuple[Place, str]]) -> None:
         raise _incomplete(where, f"the first shard, {name}, is number {_number(first)}; expected 0")
     for (before, name_before), (place, name) in pairwise(places):
         if not before.precedes(place):
-            got = f"{name} does not follow {name_before}"
+            finding = f"{name} does not follow {name_before}"
             why = "a shard is missing, was renamed, or belongs to a different dataset"
-            raise _incomplete(where, f"{got}: {why}")
+            raise _incomplete(where, f"{finding}: {why}")
     if not last.is_last or last.part != last.num_parts - 1:
         raise _incomplete(where, f"the shards after {last_name} are missing")
 

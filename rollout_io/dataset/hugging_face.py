@@ -69,13 +69,13 @@ def from_hf(dataset: Any) -> pl.LazyFrame:
     """
     features: Any = getattr(dataset, "features", None)
     if not hasattr(features, "arrow_schema"):
-        got = (
+        finding = (
             f"the splits {', '.join(dataset)}" if isinstance(dataset, dict) else "no known columns"
         )
         hint = (
             "choose a split, such as dataset['train'], and give a stream its features with `cast`"
         )
-        raise InputError("hf_dataset", "dataset", got, "a Dataset or IterableDataset", hint)
+        raise InputError("hf_dataset", "dataset", finding, "a Dataset or IterableDataset", hint)
 
     def frames(names: list[str], predicate: pl.Expr | None) -> Iterator[pl.DataFrame]:
         del names, predicate  # `lazy_frame` applies both

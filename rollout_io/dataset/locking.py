@@ -90,9 +90,9 @@ class Destination:
                 self._stored = StoreLock(location)
                 is_mine, holder = self._stored.is_held, self._stored.holder
         if not is_mine:
-            got = f"{holder} is writing to this {noun}"
+            finding = f"{holder} is writing to this {noun}"
             hint = "wait until it ends, or choose a different --out"
-            raise InputError("out_is_free", where, got, "", hint)
+            raise InputError("out_is_free", where, finding, "", hint)
 
     def _lock(self, target: Path, wait_s: float) -> bool:
         for path in (_beside(target), target / ".lock"):
@@ -152,11 +152,11 @@ def check_table_out(out: str) -> None:
             exists.
     """
     if Path(out).suffix != ".parquet":
-        got, hint = "the file name does not end in .parquet", "choose a name that does"
-        raise InputError("output_file", f"--out {out}", got, hint=hint)
+        finding, hint = "the file name does not end in .parquet", "choose a name that does"
+        raise InputError("output_file", f"--out {out}", finding, hint=hint)
     if os.path.lexists(out):
-        got, hint = "the output path already exists", "choose a different --out, or remove it"
-        raise InputError("out_is_free", out, got, hint=hint)
+        finding, hint = "the output path already exists", "choose a different --out, or remove it"
+        raise InputError("out_is_free", out, finding, hint=hint)
 
 
 def write_table(table: pl.DataFrame, out: str) -> None:

@@ -81,11 +81,11 @@ def open_input(path: str | os.PathLike[str]) -> BufferedReader:
         if is_given and stat.S_ISFIFO(mode):
             return BufferedReader(FileIO(os.dup(int(is_given[1] or 0))), _BUFFER_BYTES)
     except (OSError, ValueError) as error:  # ValueError: a NUL byte in the name
-        got = (getattr(error, "strerror", None) or str(error)).lower()
+        finding = (getattr(error, "strerror", None) or str(error)).lower()
         hint = missing_hint(where) if isinstance(error, FileNotFoundError) else None
         hint = hint or f"check the path: ls {Path(where).parent}"
-        message = f"cannot read {where}: {got}"
-        raise InputError("input_file", where, got, "", hint, message=message) from None
+        message = f"cannot read {where}: {finding}"
+        raise InputError("input_file", where, finding, "", hint, message=message) from None
     raise _irregular(where, mode)
 
 
@@ -111,8 +111,8 @@ def too_many_open_files(error: OSError, where: str) -> InputError | None:
     """Return the error to report if the limit of open files was reached; None for other errors."""
     if error.errno not in {errno.EMFILE, errno.ENFILE}:
         return None
-    got, hint = "too many open files", "raise the limit: ulimit -n 1024"
-    return InputError("open_files", where, got, "", hint)
+    finding, hint = "too many open files", "raise the limit: ulimit -n 1024"
+    return InputError("open_files", where, finding, "", hint)
 
 
 def standard_input() -> BufferedReader:
@@ -159,8 +159,8 @@ def read_input(path: str | os.PathLike[str], max_bytes: int = MAX_DOCUMENT_BYTES
             num_bytes += len(block)
     content = b"".join(blocks)
     if num_bytes > max_bytes:
-        got, hint = f"the file is larger than {max_bytes:,} bytes", "check the path"
-        raise InputError("input_file", os.fspath(path), got, "", hint)
+        finding, hint = f"the file is larger than {max_bytes:,} bytes", "check the path"
+        raise InputError("input_file", os.fspath(path), finding, "", hint)
     return content
 
 
@@ -180,7 +180,7 @@ def digest_of(path: str | os.PathLike[str]) -> str:
 
 
 def _irregular(where: str, mode: int) -> InputError:
-    got = _KINDS.get(stat.S_IFMT(mode), "not a regular file")
+    finding = _KINDS.get(stat.S_IFMT(mode), "not a regular file")
     hint = "pass a file" if stat.S_ISDIR(mode) else "save its content to a file first"
-    message = f"cannot read {where}: it is {got}"
-    return InputError("input_file", where, got, "", hint, message=message)
+    message = f"cannot read {where}: it is {finding}"
+    return InputError("input_file", where, finding, "", hint, message=message)

@@ -155,9 +155,9 @@ def _refuse_other_copies(node: str, files: Mapping[str, tuple[State, str]]) -> N
             and (here.inode, *here[:2]) != (state.inode, *state[:2])
             and digest_of(path) != digest
         ):
-            got = f"{node} has another version of this file than {socket.gethostname()}"
+            finding = f"{node} has another version of this file than {socket.gethostname()}"
             hint = "copy the files to all nodes again, or read them from storage that all share"
-            raise InputError("shared_storage", path, got, "", hint)
+            raise InputError("shared_storage", path, finding, "", hint)
 
 
 @contextmanager
@@ -193,7 +193,7 @@ def _refuse_silent(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), timeout=10).close()
     except OSError as error:
-        got = (error.strerror or str(error)).lower()
+        finding = (error.strerror or str(error)).lower()
         hint = "check `ray status`, or unset RAY_ADDRESS to start a cluster on this machine"
-        message = f"cannot connect to Ray at {address}: {got}"
-        raise ConfigError("ray_address", address, got, "", hint, message=message) from None
+        message = f"cannot connect to Ray at {address}: {finding}"
+        raise ConfigError("ray_address", address, finding, "", hint, message=message) from None

@@ -63,9 +63,11 @@ def with_partition(table: pa.Table, values: Mapping[str, pa.Scalar], where: str)
         if name not in table.column_names:
             table = table.append_column(name, pa.repeat(value, table.num_rows))
         elif not _holds_only(table.column(name), value):
-            got = f"the column {name!r} has a value that differs from the directory {name}={value}"
+            finding = (
+                f"the column {name!r} has a value that differs from the directory {name}={value}"
+            )
             hint = "rename the directory, or drop the column from the file"
-            raise InvariantError("columns_and_types", where, got, "", hint)
+            raise InvariantError("columns_and_types", where, finding, "", hint)
     return table
 
 
@@ -104,8 +106,8 @@ def _decoded(shard: Location, text: str) -> str:
 
 def _refuse_other_names(shard: Location, names: list[str], expected: list[str]) -> None:
     if names != expected:
-        got = f"the directories name the columns {', '.join(names)}"
-        raise _refused(shard, f"{got}, but other directories name {', '.join(expected)}")
+        finding = f"the directories name the columns {', '.join(names)}"
+        raise _refused(shard, f"{finding}, but other directories name {', '.join(expected)}")
 
 
 def _type_of(name: str, texts: Sequence[str | None]) -> pa.DataType:

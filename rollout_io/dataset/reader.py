@@ -269,10 +269,10 @@ def _tables(
     present = frozenset(schema.names)
     unknown = [n for n in names if n not in present]
     if unknown:
-        where, got = shards[0].location.path, f"the dataset has no column {unknown[0]!r}"
+        where, finding = shards[0].location.path, f"the dataset has no column {unknown[0]!r}"
         near = difflib.get_close_matches(unknown[0], schema.names, 1)
         hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(schema.names)}"
-        raise ConfigError("known_column", where, got, "", hint)
+        raise ConfigError("known_column", where, finding, "", hint)
     target = pa.schema([schema.field(n) for n in names])
     aligned = all(shard.aligned for shard in shards)
     whole = (table for shard in shards for table in shard.tables(names, predicate, decode=decode))
@@ -327,9 +327,9 @@ def _align(
     keyed = list(dict.fromkeys([*names, "trajectory_id"]))
     for shard in shards:
         if "trajectory_id" not in shard.names:
-            where, got = shard.location.path, "the required column trajectory_id is missing"
+            where, finding = shard.location.path, "the required column trajectory_id is missing"
             hint = f"run `rollouts validate {where}` to list every error"
-            raise InvariantError("columns_and_types", where, got, "", hint)
+            raise InvariantError("columns_and_types", where, finding, "", hint)
     rest: pa.Table | None = None
     for table in tables or (table for shard in shards for table in shard.tables(keyed)):
         parts = [table] if rest is None else [rest, table]

@@ -171,8 +171,8 @@ class _PatientFile(io.RawIOBase):
         _close(self._file)
         self._file = self._opened()
         if (self._version, self._size) != (_version_of(self._file), self._file.size):
-            got, hint = "the file changed while it was being read", "run the same command again"
-            raise InputError("remote_store", self._url, got, "", hint)
+            finding, hint = "the file changed while it was being read", "run the same command again"
+            raise InputError("remote_store", self._url, finding, "", hint)
 
 
 class _WrittenFile(io.RawIOBase):
@@ -255,11 +255,11 @@ def _reported(read: Callable[[], R], url: str) -> R:
 
 
 def _unreadable(url: str, error: Exception, num_attempts: int) -> InputError:
-    got = " ".join((getattr(error, "strerror", None) or str(error) or repr(error)).split())
+    finding = " ".join((getattr(error, "strerror", None) or str(error) or repr(error)).split())
     tried = f" ({num_attempts} attempts)" if num_attempts > 1 else ""
     hint = "check the URL, your credentials and the network, and run the same command again"
-    message = f"cannot read {url}: {got}{tried}"
-    return InputError("remote_store", url, got, "", hint, message=message)
+    message = f"cannot read {url}: {finding}{tried}"
+    return InputError("remote_store", url, finding, "", hint, message=message)
 
 
 def may_pass(error: BaseException) -> bool:

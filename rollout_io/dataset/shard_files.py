@@ -229,9 +229,9 @@ def _refuse_common_trajectories(
         if common := sorted(ids & place_of.keys()):
             first = place_of[common[0]]
             shared = first_of(f"trajectory {common[0]!r}", len(common))
-            got = f"{first} and {dataset.where} both contain {shared}"
+            finding = f"{first} and {dataset.where} both contain {shared}"
             hint = "pass each trajectory once, or give the instances of one dataset other ids"
-            raise InvariantError("unique_trajectory", dataset.where, got, "", hint)
+            raise InvariantError("unique_trajectory", dataset.where, finding, "", hint)
         place_of |= dict.fromkeys(ids, dataset.where)
     _distinct.add(key)
 
@@ -280,12 +280,12 @@ def _readable(location: Location, row_group: int | None = None) -> Iterator[None
         if isinstance(error, OSError) and (limit := too_many_open_files(error, location.path)):
             raise limit from None
         where = location.path + ("" if row_group is None else f", row group {row_group}")
-        got = f"the file is damaged or not Parquet: {' '.join(str(error).split())}"
+        finding = f"the file is damaged or not Parquet: {' '.join(str(error).split())}"
         hint = "restore the file from a copy, or write it again"
         if not location.path.endswith(".parquet") and "magic bytes" in str(error):
-            got = "this is no dataset: the file is not Parquet"
+            finding = "this is no dataset: the file is not Parquet"
             hint = f"if it is a log, convert it first: rollouts convert {location.path} --out DS"
-        raise InputError("readable_file", where, got, "", hint) from None
+        raise InputError("readable_file", where, finding, "", hint) from None
 
 
 def _refuse_renamed(file: pq.ParquetFile) -> None:
@@ -319,9 +319,9 @@ def unified(shards: Sequence[Shard], where: str) -> pa.Schema:
     try:
         return pa.unify_schemas([s.schema for s in shards], promote_options="permissive")
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-        got = f"the shards have different types for a column: {error}"
+        finding = f"the shards have different types for a column: {error}"
         hint = "give the column the same type in all shards, or split the dataset"
-        raise InvariantError("columns_and_types", where, got, "", hint) from None
+        raise InvariantError("columns_and_types", where, finding, "", hint) from None
 
 
 def physical(names: Sequence[str]) -> list[str]:

@@ -171,16 +171,16 @@ def _checked(text: str) -> exp.Expr:
         column = first.get("col") or len(text)
         raise _unexpected(text, column - len(near)) from None
     except SqlglotError as error:
-        got = str(error.__cause__ or error).split("\n")[0]
-        raise NotAnExpressionError(f"the SQL cannot be read: {got}") from None
+        finding = str(error.__cause__ or error).split("\n")[0]
+        raise NotAnExpressionError(f"the SQL cannot be read: {finding}") from None
     return tree
 
 
 def _unexpected(text: str, start: int) -> NotAnExpressionError:
     word = _WORD.match(text, start)
     if word and word[0].lower() in _QUERY_WORDS:
-        got = f"a condition cannot contain {word[0]}, which is a keyword of SQL queries"
-        return NotAnExpressionError(got)
+        finding = f"a condition cannot contain {word[0]}, which is a keyword of SQL queries"
+        return NotAnExpressionError(finding)
     near = f"unexpected {text[start : start + 12]!r}" if text[start:] else "it is cut off"
     return NotAnExpressionError(f"{near} at character {start + 1}")
 

@@ -131,14 +131,14 @@ def _resolved(url: str) -> tuple[LocalFiles | RemoteFiles, str]:
 
 def _unknown_filesystem(url: str, error: Exception) -> InputError:
     """Return the error for a URL whose protocol is unknown, or whose package is missing."""
-    protocol, got = url.partition("://")[0], " ".join(str(error).partition("\n")[0].split())
+    protocol, finding = url.partition("://")[0], " ".join(str(error).partition("\n")[0].split())
     hint = "check the URL"
     if isinstance(error, ImportError):
-        named = re.search(r"[Ii]nstall \W?([a-z0-9_-]+)", got)
+        named = re.search(r"[Ii]nstall \W?([a-z0-9_-]+)", finding)
         package = named[1] if named else f"'fsspec[{_EXTRAS.get(protocol, protocol)}]'"
-        got = f"{protocol}:// needs a package that is not installed ({got})"
+        finding = f"{protocol}:// needs a package that is not installed ({finding})"
         hint = f"pip install {package}"
-    return InputError("filesystem", url, got, "", hint)
+    return InputError("filesystem", url, finding, "", hint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,20 +258,20 @@ def _matches(pattern: Location, *, is_of_folders: bool) -> Iterator[DatasetFiles
 def _no_dataset(path: str, location: Location) -> InputError:
     hint = "check the path, or create a dataset with `rollouts convert` or `rollouts generate`"
     is_there, inner = location.fs.exists(location.path), list[str]()
-    got = "the directory contains no .parquet files" if is_there else "the path does not exist"
+    finding = "the directory contains no .parquet files" if is_there else "the path does not exist"
     if location.fs.exists(location.join(STAGING).path):
         hint = "run the interrupted command again to resume"
     elif not is_there and any(mark in path for mark in "*?["):
-        got = "the pattern matches no dataset"
+        finding = "the pattern matches no dataset"
     elif not is_there:
         hint = (location.is_local and missing_hint(path)) or hint
     elif all(location.fs.exists(location.join(name).path) for name in _RUN_FILES):
-        got, hint = "this is a training run, not a dataset", _datasets_of_run(path, location)
+        finding, hint = "this is a training run, not a dataset", _datasets_of_run(path, location)
     elif inner := _inner_datasets(location):
         names = ", ".join([*inner[:_SHOWN_FOLDERS], *(["..."] if inner[_SHOWN_FOLDERS:] else [])])
-        got = f"this is a folder of {count(len(inner), 'dataset')} ({names}), not a dataset"
+        finding = f"this is a folder of {count(len(inner), 'dataset')} ({names}), not a dataset"
         hint = f"read them as one dataset: {shlex.quote(posixpath.join(path, '*/'))}"
-    return InputError("dataset_exists", path, got, "", hint)
+    return InputError("dataset_exists", path, finding, "", hint)
 
 
 def _inner_datasets(folder: Location) -> list[str]:
@@ -297,15 +297,15 @@ def _refuse_unpartitioned(root: Location) -> None:
         if is_hidden or not file.endswith(SHARD_SUFFIX):
             continue
         if not folders or not all(map(_is_partition, folders)):
-            got = f"{name} is not in directories named COLUMN=VALUE, but other files are"
-            raise InvariantError("columns_and_types", root.path, got, "", PARTITION_HINT)
+            finding = f"{name} is not in directories named COLUMN=VALUE, but other files are"
+            raise InvariantError("columns_and_types", root.path, finding, "", PARTITION_HINT)
 
 
 def occupied(where: str, num_shards: int) -> InputError:
     """Return the error for an output directory that already contains a dataset."""
-    got = f"the directory already contains a dataset ({count(num_shards, 'shard')})"
+    finding = f"the directory already contains a dataset ({count(num_shards, 'shard')})"
     hint = "choose a different --out, or remove the old dataset"
-    return InputError("out_is_free", where, got, "", hint)
+    return InputError("out_is_free", where, finding, "", hint)
 
 
 def refuse_open(directory: Path) -> None:
@@ -316,15 +316,15 @@ def refuse_open(directory: Path) -> None:
     """
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode):
-        got = "is a link" if stat.S_ISLNK(status.st_mode) else "is no directory"
+        finding = "is a link" if stat.S_ISLNK(status.st_mode) else "is no directory"
     elif status.st_uid != os.geteuid():
-        got = "belongs to another user"
+        finding = "belongs to another user"
     elif status.st_mode & 0o077:
-        got = f"can be read by others (mode {status.st_mode & 0o777:o})"
+        finding = f"can be read by others (mode {status.st_mode & 0o777:o})"
     else:
         return
-    got = f"the directory for unredacted rows exists and {got}"
-    raise InputError("out_is_free", str(directory), got, "", "remove it, and convert again")
+    finding = f"the directory for unredacted rows exists and {finding}"
+    raise InputError("out_is_free", str(directory), finding, "", "remove it, and convert again")
 
 
 def refuse_inside(out: PathLike, dataset: Paths) -> None:
@@ -339,9 +339,9 @@ def refuse_inside(out: PathLike, dataset: Paths) -> None:
         if target.is_local:
             paths = os.path.realpath(paths[0]), os.path.realpath(paths[1])
         if target.fs == source.shards[0].fs and paths[0].startswith(paths[1].rstrip("/") + "/"):
-            got = f"the output path is inside the input dataset {source.where}"
+            finding = f"the output path is inside the input dataset {source.where}"
             raise InputError(
-                "out_is_free", os.fspath(out), got, "", "choose an --out outside of it"
+                "out_is_free", os.fspath(out), finding, "", "choose an --out outside of it"
             )
 
 
@@ -374,9 +374,9 @@ def publish(written: Location, final: Location) -> None:
     elif not is_taken:
         written.fs.mv(written.path, final.path)
     if is_taken:
-        got = "a different writer has already written this file"
+        finding = "a different writer has already written this file"
         hint = "pass append=True to writers that share a directory"
-        raise InputError("out_is_free", final.path, got, "", hint)
+        raise InputError("out_is_free", final.path, finding, "", hint)
 
 
 def move(written: Location, final: Location) -> None:

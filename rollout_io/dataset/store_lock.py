@@ -118,8 +118,8 @@ class StoreLock:
         """
         number, content = self._newest()
         if number != self._number or _parsed(content)[2] != self._token:
-            got = "another process took over, because this one was paused"
-            raise InputError("out_is_free", self._where, got, "", "choose a different --out")
+            finding = "another process took over, because this one was paused"
+            raise InputError("out_is_free", self._where, finding, "", "choose a different --out")
 
     def release(self) -> None:
         """Let others write."""

@@ -218,12 +218,14 @@ def row_values(
     """
     where, names = where or repr(condition.text), condition.names
     for name in sorted({*names} & {*computed} & {*frame.collect_schema()}):
-        got = f"the dataset has its own column {name!r}, which conditions compute"
-        raise ConfigError("condition", where, got, hint="rename the column of the dataset")
+        finding = f"the dataset has its own column {name!r}, which conditions compute"
+        raise ConfigError("condition", where, finding, hint="rename the column of the dataset")
     inner = [name for name in names if name not in condition.outer_names]
     for name in sorted({*inner} & {*computed}):
-        got = f"{name} belongs to the trajectory, not to its rows"
-        raise ConfigError("condition", where, got, hint=f"write {name} outside any, all and last")
+        finding = f"{name} belongs to the trajectory, not to its rows"
+        raise ConfigError(
+            "condition", where, finding, hint=f"write {name} outside any, all and last"
+        )
     schema = frame.collect_schema()
     present = list(with_absent(frame, names).collect_schema())
     frame = with_absent(frame, [*names, *_NEEDED])
@@ -320,8 +322,10 @@ def decided(values: pl.DataFrame, condition: TrajectoryCondition, where: str = "
         return values["every"]
     first = f"trajectory {split['trajectory_id'][0]!r}"
     more = f" and {count(len(split) - 1, 'other')}" if len(split) > 1 else ""
-    got = f"{first}{more} match in some rows and not in others"
-    raise ConfigError("condition", where or repr(condition.text), got, hint=_readings(condition))
+    finding = f"{first}{more} match in some rows and not in others"
+    raise ConfigError(
+        "condition", where or repr(condition.text), finding, hint=_readings(condition)
+    )
 
 
 def _readings(condition: TrajectoryCondition) -> str:

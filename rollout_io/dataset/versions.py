@@ -100,8 +100,8 @@ def version_path(dataset: str, name: str, kind: Kind = REWARDS) -> Path:
         expected = f"the name of a {kind.name}: letters, digits, _ and -, and no path"
         raise ConfigError(RULE, kind.column, repr(name), expected)
     if not Path(dataset).is_dir():
-        got, expected = "not a local directory", "the directory of one dataset"
-        raise InputError(RULE, dataset, got, expected)
+        finding, expected = "not a local directory", "the directory of one dataset"
+        raise InputError(RULE, dataset, finding, expected)
     return Path(f"{dataset.rstrip('/')}.{kind.folder}") / f"{name}.arrow"
 
 
@@ -165,9 +165,9 @@ def read_version(
     path = version_path(dataset, name, kind)
     if not path.exists():
         others = ", ".join(version_names(dataset, kind))
-        got = f"no {kind.name} {name!r}"
+        finding = f"no {kind.name} {name!r}"
         make = f"make one: rollouts rescore {dataset} {kind.option} ..."
-        raise InputError(RULE, dataset, got, hint=f"use one of {others}" if others else make)
+        raise InputError(RULE, dataset, finding, hint=f"use one of {others}" if others else make)
     with open_input(path) as file:
         try:
             table = pa.ipc.open_file(file).read_all()
@@ -175,8 +175,8 @@ def read_version(
             values = pl.DataFrame(table.replace_schema_metadata(None))
             values = values.select(*kind.schema).cast(kind.schema)  # type: ignore[arg-type]
         except Exception as error:  # of Arrow, Polars or json, for a file of anything
-            got = f"the file is not a {kind.name}: {' '.join(str(error).split())[:200]}"
-            raise InputError(RULE, str(path), got, hint="score the dataset again") from None
+            finding = f"the file is not a {kind.name}: {' '.join(str(error).split())[:200]}"
+            raise InputError(RULE, str(path), finding, hint="score the dataset again") from None
     return values, how
 
 
@@ -202,9 +202,11 @@ def read_current(
     )
     if len(missing):
         some = missing["trajectory_id"].min()
-        got = f"{count(len(missing), 'trajectory')} not scored, or changed since, such as {some!r}"
+        finding = (
+            f"{count(len(missing), 'trajectory')} not scored, or changed since, such as {some!r}"
+        )
         hint = "run `rollouts rescore` with the same options again: it scores those"
-        raise InputError(RULE, f"{dataset}, {kind.name} {name}", got, hint=hint)
+        raise InputError(RULE, f"{dataset}, {kind.name} {name}", finding, hint=hint)
     return values
 
 
@@ -223,8 +225,8 @@ def count_findings(dataset: str, name: str) -> tuple[pl.Series, pl.Series]:
         InputError: `reward_version`: see `read_current`.
     """
     if not dataset:
-        got, expected = "there is no dataset to look them up", "the path of a dataset"
-        raise ConfigError("condition", f"findings({name!r})", got, expected)
+        finding, expected = "there is no dataset to look them up", "the path of a dataset"
+        raise ConfigError("condition", f"findings({name!r})", finding, expected)
     version, _, label = name.partition("/")
     values = read_current(dataset, version, FINDINGS)
     is_counted = pl.element().struct.field("label") == label if label else pl.lit(value=True)

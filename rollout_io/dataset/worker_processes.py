@@ -171,13 +171,13 @@ def _alive(worker: _Worker) -> Iterator[None]:
     except (EOFError, OSError):
         worker.process.join(1)
         code = worker.process.exitcode
-        got = f"a worker process ended with exit code {code}"
+        finding = f"a worker process ended with exit code {code}"
         if code is not None and code < 0:
-            got = f"a worker process was killed by {signal.Signals(-code).name}"
+            finding = f"a worker process was killed by {signal.Signals(-code).name}"
         hint = (
             "check the free memory, and run the same command again, if necessary with --workers 1"
         )
-        raise InputError("worker", "--workers", got, "", hint) from None
+        raise InputError("worker", "--workers", finding, "", hint) from None
 
 
 def _work(connection: Connection, _imported: Callable[..., Any], *, keeps_torch_out: bool) -> None:

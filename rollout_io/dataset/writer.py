@@ -137,9 +137,9 @@ class RolloutWriter:
         location = self._location
         shards = location.shards()
         if not location.fs.isdir(location.path):
-            got, hint = "a file with that name exists", "choose a different --out"
-            message = f"cannot create {self._where}: {got}"
-            raise InputError("out_is_free", self._where, got, "", hint, message=message)
+            finding, hint = "a file with that name exists", "choose a different --out"
+            message = f"cannot create {self._where}: {finding}"
+            raise InputError("out_is_free", self._where, finding, "", hint, message=message)
         # Readers see either shards or partitions, so neither is added to the other.
         if existing := location.partitions() if append else location.datasets():
             raise occupied(self._where, len(existing))
@@ -202,8 +202,11 @@ class RolloutWriter:
 
     def _refuse_if_closed(self) -> None:
         if not self._is_open:
-            got, hint = "the writer is closed, or an earlier write failed", "create a new writer"
-            raise InputError("writer_is_open", self._where, got, "", hint)
+            finding, hint = (
+                "the writer is closed, or an earlier write failed",
+                "create a new writer",
+            )
+            raise InputError("writer_is_open", self._where, finding, "", hint)
 
     def abort(self) -> None:
         """Remove everything that this writer wrote."""
@@ -365,9 +368,9 @@ def _writable(final: Location) -> Iterator[None]:
         with writable(final.path):
             yield
     except pa.ArrowNotImplementedError as error:
-        got = f"Parquet cannot store a column: {error}"
+        finding = f"Parquet cannot store a column: {error}"
         hint = "cast the column to a type that Parquet supports, or drop it"
-        raise InvariantError("columns_and_types", final.path, got, "", hint) from None
+        raise InvariantError("columns_and_types", final.path, finding, "", hint) from None
 
 
 def _encodings(schema: pa.Schema) -> tuple[list[str], dict[str, str]]:
@@ -399,9 +402,9 @@ def _concat(tables: list[pa.Table]) -> pa.Table:
     try:
         return pa.concat_tables(tables, promote_options="permissive").replace_schema_metadata(None)
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
-        got = f"the tables have different types for a column: {error}"
+        finding = f"the tables have different types for a column: {error}"
         hint = "cast the column to one type in all tables"
-        raise InvariantError("columns_and_types", "write", got, "", hint) from None
+        raise InvariantError("columns_and_types", "write", finding, "", hint) from None
 
 
 def _complete_rows(table: pa.Table) -> int:

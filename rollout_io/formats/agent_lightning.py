@@ -198,8 +198,8 @@ def _note(event: _Event, place: Place, rollouts: dict[str, _Rollout]) -> None:
     if isinstance(event, _RolloutRecord):
         if rollout.record is not None:
             hint = "convert the logs of different collections separately"
-            got = f"rollout {event.rollout_id!r} is already in {rollout.record.where}"
-            raise InvariantError("unique_trajectory", where, got, hint=hint)
+            finding = f"rollout {event.rollout_id!r} is already in {rollout.record.where}"
+            raise InvariantError("unique_trajectory", where, finding, hint=hint)
         rollout.labels |= _names_in(event.input, where)
         rollout.record, rollout.last = place, event.status.last_attempt_id
     elif event.attempt_id is None:

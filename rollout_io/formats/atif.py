@@ -184,15 +184,15 @@ def conversations(run: LoggedRun, why: InputError) -> list[Conversation]:
 def _without_ids(scope: _Scope) -> InputError:
     """Explain why a document has no token ids."""
     calls = scope.calls
-    got = f"none of the {len(calls)} calls has token ids" if calls else "there are no calls"
+    finding = f"none of the {len(calls)} calls has token ids" if calls else "there are no calls"
     if len(calls) == 1:
-        got = "the only call has no token ids"
+        finding = "the only call has no token ids"
     if calls:
-        got += f" (the first has {_missing(calls[0].metrics)})"
+        finding += f" (the first has {_missing(calls[0].metrics)})"
     version = scope.document.schema_version
     if version in VERSIONS[:_IDS_SINCE]:
-        got += f"; {version} has no field for prompt ids"
-    return tokenless(scope.where, got)
+        finding += f"; {version} has no field for prompt ids"
+    return tokenless(scope.where, finding)
 
 
 def _missing(metrics: Metrics | None) -> str:
@@ -332,9 +332,9 @@ def is_file(path: Path) -> bool:
 
 
 def _dangling(name: str, where: str) -> InputError:
-    got = f"the referenced trajectory {name!r} does not exist"
+    finding = f"the referenced trajectory {name!r} does not exist"
     hint = "copy the complete agent directory, or convert only result.json if it has the tokens"
-    return InputError("dangling_reference", where, got, hint=hint)
+    return InputError("dangling_reference", where, finding, hint=hint)
 
 
 def _calls(step: StepRecord, scope: _Scope, where: str) -> list[Step]:
@@ -342,17 +342,19 @@ def _calls(step: StepRecord, scope: _Scope, where: str) -> list[Step]:
     metrics = step.metrics or Metrics()
     if step.llm_call_count == 0:
         if metrics.completion_token_ids:
-            got = "the step has token ids although it made no call (llm_call_count 0)"
+            finding = "the step has token ids although it made no call (llm_call_count 0)"
             hint = "correct the step at its source"
-            raise InputError("atif_call_count", where, got, hint=hint)
+            raise InputError("atif_call_count", where, finding, hint=hint)
         return []
     _refuse_sum(step, where)
     if not scope.has_ids:
-        got = "this document has no token ids, but other documents of the run do"
-        raise tokenless(where, f"{got}: {_without_ids(scope).got}")
+        finding = "this document has no token ids, but other documents of the run do"
+        raise tokenless(where, f"{finding}: {_without_ids(scope).got}")
     if not metrics.completion_token_ids or not metrics.prompt_token_ids:
-        got = f"the call has {_missing(step.metrics)}; a call cut off at max_tokens may lack them"
-        raise tokenless(where, got)
+        finding = (
+            f"the call has {_missing(step.metrics)}; a call cut off at max_tokens may lack them"
+        )
+        raise tokenless(where, finding)
     response = token_ids(metrics.completion_token_ids, "response", where)
     logprobs = metrics.logprobs
     return [
@@ -371,8 +373,8 @@ def _calls(step: StepRecord, scope: _Scope, where: str) -> list[Step]:
 
 def _refuse_sum(step: StepRecord, where: str) -> None:
     if step.llm_call_count is not None and step.llm_call_count > 1:
-        got = f"the metrics are summed over {step.llm_call_count} calls (llm_call_count)"
-        raise tokenless(where, got)
+        finding = f"the metrics are summed over {step.llm_call_count} calls (llm_call_count)"
+        raise tokenless(where, finding)
 
 
 def _text(step: StepRecord) -> str | None:

@@ -153,21 +153,23 @@ def read_trajectory(path: Path) -> Document:
 
 def _check(document: Document, path: Path, json: str) -> None:
     if document.schema_version not in VERSIONS:
-        got, expected = repr(document.schema_version), f"{VERSIONS[0]} to {VERSIONS[-1]}"
+        finding, expected = repr(document.schema_version), f"{VERSIONS[0]} to {VERSIONS[-1]}"
         hint = "export the trajectory in a known version"
-        raise InputError("atif_version", f"{path}, {json}.schema_version", got, expected, hint)
+        raise InputError("atif_version", f"{path}, {json}.schema_version", finding, expected, hint)
     for index, step in enumerate(document.steps):
         if step.step_id != index + 1:
-            got, expected = f"step_id {step.step_id}", f"step_id {index + 1}"
+            finding, expected = f"step_id {step.step_id}", f"step_id {index + 1}"
             hint = "copy the file again from its source: steps are missing or out of order"
-            raise InputError("atif_step_id", f"{path}, {json}.steps[{index}]", got, expected, hint)
+            raise InputError(
+                "atif_step_id", f"{path}, {json}.steps[{index}]", finding, expected, hint
+            )
     children = document.subagent_trajectories or []
     counts = Counter(child.trajectory_id for child in children)
     if counts and counts.most_common(1)[0][1] > 1:
-        got = f"two embedded trajectories have the id {counts.most_common(1)[0][0]!r}"
+        finding = f"two embedded trajectories have the id {counts.most_common(1)[0][0]!r}"
         where = f"{path}, {json}.subagent_trajectories"
         hint = "give each embedded trajectory a unique id"
-        raise InputError("atif_duplicate_id", where, got, hint=hint)
+        raise InputError("atif_duplicate_id", where, finding, hint=hint)
     for index, child in enumerate(children):
         _check(child, path, f"{json}.subagent_trajectories[{index}]")
 

@@ -138,8 +138,8 @@ class Options:
     map: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
-        for name, got, expected in out_of_bounds(self):
-            raise ConfigError("choices", name, got, expected)
+        for name, finding, expected in out_of_bounds(self):
+            raise ConfigError("choices", name, finding, expected)
 
 
 Ids = npt.NDArray[np.int32] | bytes

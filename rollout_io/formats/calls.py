@@ -191,11 +191,11 @@ def _steps(entries: Sequence[_Entry], run: Run, options: Options) -> Sequence[Lo
         texts = () if has_ids or error.rule not in _WITHOUT_IDS else _texts(entries)
         if not texts:
             raise
-        got = "the call has no token ids" if error.expected else error.got
-        got += f", but {error.got}" if error.expected else ""
+        finding = "the call has no token ids" if error.expected else error.got
+        finding += f", but {error.got}" if error.expected else ""
         for step in texts:
             if isinstance(step, Conversation):
-                step.tokenless = InputError(NO_IDS, error.where, got, hint=error.hint)
+                step.tokenless = InputError(NO_IDS, error.where, finding, hint=error.hint)
         return texts
 
 
@@ -263,9 +263,9 @@ def _read(place: Place, session: str) -> _Entry:
     refuse_not_utf8(content, place.where)
     call = decode_line(_DECODER, content, place.where)
     if call.session != session:
-        got = f"the line has two sessions, {session!r} and {call.session!r}"
+        finding = f"the line has two sessions, {session!r} and {call.session!r}"
         hint = "write the key `session` once per line"
-        raise InputError("session_name", place.where, got, hint=hint)
+        raise InputError("session_name", place.where, finding, hint=hint)
     return _Entry(place, content, call)
 
 
@@ -284,9 +284,9 @@ def _order(session: str, entries: list[_Entry]) -> None:
     untimed = [entry for entry in entries if entry.call.time is None]
     if 0 < len(untimed) < len(entries):
         timed = next(entry for entry in entries if entry.call.time is not None)
-        got = f"this call of {session} has no `time`, but {timed.place.where} has one"
+        finding = f"this call of {session} has no `time`, but {timed.place.where} has one"
         hint = "write `time` for every call of the session, or for none"
-        raise InputError("mixed_time", untimed[0].place.where, got, hint=hint)
+        raise InputError("mixed_time", untimed[0].place.where, finding, hint=hint)
     if not untimed:
         entries.sort(key=_RANK)
         if len(set(map(_RANK, entries))) < len(entries):
@@ -295,14 +295,14 @@ def _order(session: str, entries: list[_Entry]) -> None:
     finals = [entry for entry in entries if entry.call.final]
     if len(finals) > 1:
         places = " and ".join(sorted(entry.place.where for entry in finals[:2]))
-        got = f"{session} has {len(finals)} `final` calls: {places}"
+        finding = f"{session} has {len(finals)} `final` calls: {places}"
         hint = "number the runs of an instance: instance/0, instance/1, ..."
-        raise InvariantError("boundary_alignment", finals[1].place.where, got, hint=hint)
+        raise InvariantError("boundary_alignment", finals[1].place.where, finding, hint=hint)
     if finals and finals[0] is not entries[-1]:
         where = finals[0].place.where
-        got = f"{session} has a call after its `final` call: {entries[-1].place.where}"
+        finding = f"{session} has a call after its `final` call: {entries[-1].place.where}"
         hint = "correct the `time` of the two calls, or remove `final` from the earlier one"
-        raise InvariantError("boundary_alignment", where, got, hint=hint)
+        raise InvariantError("boundary_alignment", where, finding, hint=hint)
 
 
 def _prompt_size(call: _Call) -> int:

@@ -228,8 +228,8 @@ class _Thread:
         if not line.replacement_history and line.message:
             nodes = [n for n in path[len(system) :] if n.role in {"system", "user"}]
             if sum(len(str(node.messages[0]["content"]).encode()) for node in nodes) > _KEPT_BYTES:
-                got = "a compaction that kept an unknown part of the user's messages"
-                log.lose(bad_message(where, got))
+                finding = "a compaction that kept an unknown part of the user's messages"
+                log.lose(bad_message(where, finding))
             for node in nodes:
                 self.turns[log.say(node.messages, node.where, node.key)] = self.turns.get(
                     node, False

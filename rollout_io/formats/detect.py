@@ -64,12 +64,12 @@ def load_adapter(entry: Plugin) -> Adapter:
     try:
         adapter = entry.load()
     except Exception as error:
-        got = " ".join(f"{type(error).__name__}: {error}".split())
-        message = f"{where} cannot be imported: {got}"
-        raise InputError("format_loads", where, got, hint=hint, message=message) from error
+        finding = " ".join(f"{type(error).__name__}: {error}".split())
+        message = f"{where} cannot be imported: {finding}"
+        raise InputError("format_loads", where, finding, hint=hint, message=message) from error
     if not isinstance(adapter, Adapter):
-        got = f"an object of type {type(adapter).__name__}"
-        raise InputError("format_loads", where, got, "an Adapter", hint)
+        finding = f"an object of type {type(adapter).__name__}"
+        raise InputError("format_loads", where, finding, "an Adapter", hint)
     return adapter
 
 
@@ -184,9 +184,9 @@ def told(name: str, tell: Tell | None) -> Iterator[None]:
 
 def unknown_format(name: str, formats: Mapping[str, Adapter]) -> InputError:
     """Return the error for an input that matches no format."""
-    got, expected = "the format is not recognized", "one of " + ", ".join(formats)
-    message = f"{name}: {got}; rollouts reads {', '.join(formats)}"
-    return InputError(RULE, name, got, expected, HINT, message=message)
+    finding, expected = "the format is not recognized", "one of " + ", ".join(formats)
+    message = f"{name}: {finding}; rollouts reads {', '.join(formats)}"
+    return InputError(RULE, name, finding, expected, HINT, message=message)
 
 
 def explanation(name: str, path: Path, formats: Mapping[str, Adapter]) -> InputError | None:
@@ -208,9 +208,9 @@ def _mappable(name: str, path: Path) -> InputError | None:
     seen = look(Start(path))
     if seen is None:
         return None
-    got = f"the format is not recognized; it looks like {seen[0]}"
+    finding = f"the format is not recognized; it looks like {seen[0]}"
     hint = f"pass --map {seen[1]}" if seen[1] else "log the requests too"
-    return InputError(RULE, name, got, hint=hint)
+    return InputError(RULE, name, finding, hint=hint)
 
 
 def _nearest(name: str, path: Path, formats: Mapping[str, Adapter]) -> InputError | None:
@@ -226,19 +226,19 @@ def _nearest(name: str, path: Path, formats: Mapping[str, Adapter]) -> InputErro
     if not candidates:
         return None
     _, nearest, missing_key = min(candidates)
-    got = f"the format is not recognized; the first line has all keys of the format {nearest}"
-    got += f" but {missing_key!r}"
+    finding = f"the format is not recognized; the first line has all keys of the format {nearest}"
+    finding += f" but {missing_key!r}"
     near = difflib.get_close_matches(missing_key, keys, 1)
     hint = f"did you mean {missing_key!r}, not {near[0]!r}?" if near else f"add {missing_key!r}"
     hint += f" See docs/formats/{nearest}.md" if near else f": see docs/formats/{nearest}.md"
-    return InputError(RULE, name, got, "", hint)
+    return InputError(RULE, name, finding, "", hint)
 
 
 def _ambiguous(name: str, names: Collection[str]) -> InputError:
-    got = f"the content matches {len(names)} formats: " + ", ".join(names)
+    finding = f"the content matches {len(names)} formats: " + ", ".join(names)
     first = next(iter(names))
     hint = f"choose one, such as --format {first}; `rollouts formats` describes them"
-    return InputError(RULE, name, got, hint=hint)
+    return InputError(RULE, name, finding, hint=hint)
 
 
 PICKLE_HINT = """\
@@ -281,12 +281,12 @@ def pickle_error(name: str, path: Path) -> InputError | None:
     """Return the error for a pickle or a file of torch.save, recognised by its first bytes."""
     start = Start(path)
     if start.head.startswith(_PROTOCOLS):
-        got = "the file is a pickle, which could run code, so it is never loaded"
+        finding = "the file is a pickle, which could run code, so it is never loaded"
     elif start.torch_pickle:
-        got = "the file was written by torch.save: it is a pickle, which could run code, so it is never loaded"
+        finding = "the file was written by torch.save: it is a pickle, which could run code, so it is never loaded"
     else:
         return None
-    return InputError("pickle", name, got, hint=PICKLE_HINT)
+    return InputError("pickle", name, finding, hint=PICKLE_HINT)
 
 
 def _harbor_config(name: str, path: Path) -> InputError | None:
@@ -297,11 +297,11 @@ def _harbor_config(name: str, path: Path) -> InputError | None:
         return None
     above = f"{name.rpartition('/')[0] or '.'}/"
     if config.trial_name and config.trials_dir:
-        got = "the file is the configuration of a Harbor trial, not its result"
+        finding = "the file is the configuration of a Harbor trial, not its result"
         hint = f"pass the trial directory ({above}), or its result.json"
     elif config.job_name and config.jobs_dir:
-        got = "the file is the configuration of a Harbor job, not its result"
+        finding = "the file is the configuration of a Harbor job, not its result"
         hint = f"pass the job directory ({above})"
     else:
         return None
-    return InputError("harbor_input", name, got, hint=hint)
+    return InputError("harbor_input", name, finding, hint=hint)

@@ -65,15 +65,15 @@ class Exported:
         """Check the counts, and reject an export without rows."""
         assert self.num_rows_read == self.num_rows_written + sum(self.left_out.values())
         if self.num_rows_written == 0:
-            got, hint = "the dataset has no rows", None
+            finding, hint = "the dataset has no rows", None
             if self.left_out.keys() - {FAILED, IN_FAILED_GROUP}:
-                got = f"no row can be written ({self.text()})"
+                finding = f"no row can be written ({self.text()})"
             elif self.left_out.keys() == {FAILED}:
-                got = "every trajectory failed"
+                finding = "every trajectory failed"
             elif self.num_rows_read:
-                got = "every group has a failed trajectory"
+                finding = "every group has a failed trajectory"
                 hint = "pass --failed trajectory to export the other trajectories of a group"
-            raise InputError("some_rows", os.fspath(dataset), got, hint=hint)
+            raise InputError("some_rows", os.fspath(dataset), finding, hint=hint)
         return self
 
     def text(self) -> str:
@@ -192,9 +192,9 @@ class Uniform:
         return self._has_values.get(name, False)
 
     def _refuse(self, table: pa.Table, name: str, row: int) -> None:
-        got = "the column has values in only some of the rows"
+        finding = "the column has values in only some of the rows"
         hint = f"drop the column, or keep only the rows with a value (`{name} IS NOT NULL`)"
-        raise InputError("all_or_none", _place(self._where, table, name, row), got, hint=hint)
+        raise InputError("all_or_none", _place(self._where, table, name, row), finding, hint=hint)
 
 
 def rewards_of(dataset: PathLike, table: pa.Table) -> list[float]:
@@ -240,8 +240,8 @@ def refuse_taken(out: str | os.PathLike[str], dataset: str | os.PathLike[str]) -
     """Raise `out_is_free` if the output path exists, or is inside the dataset to export."""
     refuse_inside(out, dataset)
     if Path(out).exists() or Path(out).is_symlink():
-        got, hint = "the output path already exists", "choose a different --out, or remove it"
-        raise ConfigError("out_is_free", os.fspath(out), got, hint=hint)
+        finding, hint = "the output path already exists", "choose a different --out, or remove it"
+        raise ConfigError("out_is_free", os.fspath(out), finding, hint=hint)
 
 
 class ParquetFile:
@@ -288,8 +288,8 @@ def renamed(table: pa.Table, names: Mapping[str, str], added: Mapping[str, pa.Ar
     table = without_maps(table)
     taken = {*names.values(), *added} & set(table.column_names)
     if taken:
-        got = f"the user column {min(taken)!r} has a name that the export format uses"
-        raise InputError("free_name", "dataset", got, hint="rename the column")
+        finding = f"the user column {min(taken)!r} has a name that the export format uses"
+        raise InputError("free_name", "dataset", finding, hint="rename the column")
     table = table.rename_columns([names.get(n, n) for n in table.column_names])
     for name, values in added.items():
         table = table.append_column(name, values)

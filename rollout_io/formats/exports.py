@@ -95,12 +95,12 @@ def formats() -> dict[str, Format]:
         try:
             registered |= plugin.load()
         except Exception as error:
-            got = " ".join(f"cannot be imported: {type(error).__name__}: {error}".split())
+            finding = " ".join(f"cannot be imported: {type(error).__name__}: {error}".split())
             where = f"exports {plugin.name} ({plugin.value})"
             raised = InputError(
-                "format_loads", where, got, hint="reinstall its package, or remove it"
+                "format_loads", where, finding, hint="reinstall its package, or remove it"
             )
-            registered.setdefault(plugin.name, Format(got, partial(_refuse, raised)))
+            registered.setdefault(plugin.name, Format(finding, partial(_refuse, raised)))
     return registered
 
 
@@ -143,6 +143,6 @@ def export(
     if target.selections:
         return target.write(dataset, out, failed or target.failed, target.choice(select))
     if select is not None:
-        got = f"{select!r}, but {format} always takes the whole dataset"
-        raise ConfigError("choices", "select", got, hint="run `rollouts filter` first")
+        finding = f"{select!r}, but {format} always takes the whole dataset"
+        raise ConfigError("choices", "select", finding, hint="run `rollouts filter` first")
     return target.write(dataset, out, failed or target.failed)

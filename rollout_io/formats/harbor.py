@@ -105,9 +105,11 @@ def _survey(sources: Iterable[Source]) -> tuple[set[Path], bool, dict[Path, Inpu
             except RecursionError:
                 continue  # reported when the run is read
             except RolloutError as error:  # reported when the run is read
-                got = f"a different record of this run was rejected ({error.rule}: {error.where})"
+                finding = (
+                    f"a different record of this run was rejected ({error.rule}: {error.where})"
+                )
                 for file in referred_files(path) - {path.resolve()}:
-                    lost = InputError(INCOMPLETE, str(file), got, hint=error.hint)
+                    lost = InputError(INCOMPLETE, str(file), finding, hint=error.hint)
                     incomplete.setdefault(file, lost)
                 continue
             resolved = source.path.resolve()

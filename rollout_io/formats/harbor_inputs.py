@@ -110,9 +110,9 @@ def _expand_file(path: Path, errors: list[RolloutError]) -> list[Source]:
         before = len(errors)
         children = _expand_children(path.parent, errors)
         if not children and len(errors) == before:
-            got = "the file is the result of a job, but its directory contains no trials"
+            finding = "the file is the result of a job, but its directory contains no trials"
             hint = "pass the job directory, with the directories of its trials"
-            raise InputError("harbor_input", str(path), got, hint=hint)
+            raise InputError("harbor_input", str(path), finding, hint=hint)
         return _expand_directory(path.parent, errors)
     raise _unknown(path, "the file is neither a trial, nor a job, nor an ATIF trajectory")
 
@@ -132,8 +132,8 @@ def _expand_directory(path: Path, errors: list[RolloutError]) -> list[Source]:
         return [Source(path=result, head=head, directory=path)]
     if is_file(config) and _read_head(config).trial_name is not None:
         hint = "resume the job, or move the directory out of the input"
-        got = "the trial was stopped before it wrote result.json"
-        raise InputError("no_trial_result", str(path), got, hint=hint)
+        finding = "the trial was stopped before it wrote result.json"
+        raise InputError("no_trial_result", str(path), finding, hint=hint)
     num_errors = len(errors)
     children = _expand_children(path, errors)
     if is_file(path / "agent" / "trajectory.json"):  # a trial without its result
@@ -142,17 +142,17 @@ def _expand_directory(path: Path, errors: list[RolloutError]) -> list[Source]:
         bare = [source for source in children if _is_bare(source)]
         children = [source for source in children if source not in bare]
         for source in bare:
-            got = "the trial has no result.json, but other trials in its directory do"
+            finding = "the trial has no result.json, but other trials in its directory do"
             hint = "copy its result.json, or move the directory out of the input"
             where = str(source.path.parent.parent)
-            errors.append(InputError("harbor_input", where, got, hint=hint))
+            errors.append(InputError("harbor_input", where, finding, hint=hint))
     num_trials = len(children) + len(errors) - num_errors
     if not num_trials:
         raise _unknown(path, "the directory contains no trial (no result.json)")
     if head.n_total_trials is not None and num_trials < head.n_total_trials:
-        got = f"{num_trials} of {head.n_total_trials} trials are present"
+        finding = f"{num_trials} of {head.n_total_trials} trials are present"
         hint = "resume the job, copy its missing trials, or pass the trial directories one by one"
-        errors.append(InputError("missing_trials", str(path), got, hint=hint))
+        errors.append(InputError("missing_trials", str(path), finding, hint=hint))
     return children
 
 
@@ -175,8 +175,8 @@ def _children(path: Path) -> list[Path]:
     try:
         below = sorted(path.iterdir())
     except OSError as error:
-        got = f"cannot read the directory: {error.strerror or error}"
-        raise InputError("input_file", str(path), got) from None
+        finding = f"cannot read the directory: {error.strerror or error}"
+        raise InputError("input_file", str(path), finding) from None
     # `Path.resolve` raises an error for a link that points to itself.
     real = Path(os.path.realpath(path))
     below = [child for child in below if not real.is_relative_to(os.path.realpath(child))]
@@ -205,10 +205,10 @@ def _read_head(path: Path) -> Head:
         return read_document(_HEAD, path)[0]
     except RolloutError as error:
         if is_export(path):
-            got = "the file is Harbor's traces export, which rollouts does not read"
+            finding = "the file is Harbor's traces export, which rollouts does not read"
             hint = "convert the trial directory or its agent/trajectory.json, "
             hint += "or pass --on-error skip to skip exports"
-            raise InputError("harbor_export", str(path), got, hint=hint) from None
+            raise InputError("harbor_export", str(path), finding, hint=hint) from None
         start = Start(path)
         if error.rule == "json_document" and len(start.lines) > 1 and not start.is_document:
             raise _unknown(path, "the file has several JSON documents (JSON Lines)") from None
@@ -259,9 +259,9 @@ def _refuse_repeated(sources: Iterable[Source]) -> None:
     for source in sources:
         identity = (source.head.is_trial and source.head.id) or str(source.path.resolve())
         if identity in first:
-            got = f"the run was already passed as {first[identity].path}"
+            finding = f"the run was already passed as {first[identity].path}"
             hint = "pass each run only once"
-            raise InputError("duplicate_input", str(source.path), got, hint=hint)
+            raise InputError("duplicate_input", str(source.path), finding, hint=hint)
         first[identity] = source
 
 

@@ -174,9 +174,9 @@ def _reward(rewards: dict[str, float], where: str, key: str | None = None) -> fl
     if "reward" in rewards or not rewards:
         return rewards.get("reward")
     if len(rewards) > 1:
-        got = f"none of the rewards {', '.join(map(repr, sorted(rewards)))} is named 'reward'"
+        finding = f"none of the rewards {', '.join(map(repr, sorted(rewards)))} is named 'reward'"
         hint = "choose one with --reward KEY; all of them become metrics"
-        raise InputError("reward_key", where, got, hint=hint)
+        raise InputError("reward_key", where, finding, hint=hint)
     return next(iter(rewards.values()))
 
 
@@ -252,15 +252,15 @@ def _part_steps(
         run = read_run(path, document)
     except RolloutError as error:
         if error.rule == NO_TOKENS and not elements:
-            got = f"{_reason(trial, part)}; {path}: {error.got}"
-            raise tokenless(place, got) from None
+            finding = f"{_reason(trial, part)}; {path}: {error.got}"
+            raise tokenless(place, finding) from None
         raise
     if elements:
         return _agreed(elements, run, place)
     if run.tokenless is None:
         return run.steps
-    got = f"{_reason(trial, part)}; {path}: {run.tokenless.got}"
-    return conversations(run, tokenless(place, got))
+    finding = f"{_reason(trial, part)}; {path}: {run.tokenless.got}"
+    return conversations(run, tokenless(place, finding))
 
 
 def _element(detail: _Detail, index: int, place: str) -> list[Step]:
@@ -302,8 +302,8 @@ def _agreed(elements: Sequence[Sequence[Step]], run: LoggedRun, place: str) -> l
     for index, (ours, theirs) in enumerate(zip_longest(elements, lineages, fillvalue=())):
         if len(ours) != len(theirs):
             where = theirs[0].source.partition(",")[0] if theirs else "the trajectory"
-            got = f"{count(len(ours), 'call')} here, but {len(theirs)} in {where}"
-            raise _disagree(f"{place}[{index}]", got)
+            finding = f"{count(len(ours), 'call')} here, but {len(theirs)} in {where}"
+            raise _disagree(f"{place}[{index}]", finding)
         for a, b in zip(ours, theirs, strict=True):
             _refuse_difference(a, b)
     calls = {name: iter(element) for name, element in zip(names, elements, strict=True)}

@@ -73,8 +73,8 @@ def _log(path: Path, name: str, _: Version) -> tuple[_Log, int]:
     members = members_of(path, name)
     header = next((header for header in _HEADERS if header in members), None)
     if header is None:
-        got = "the zip archive is not an .eval log of Inspect: it has no header.json"
-        raise InputError("inspect_archive", name, got)
+        finding = "the zip archive is not an .eval log of Inspect: it has no header.json"
+        raise InputError("inspect_archive", name, finding)
     where = f"{name}, {header}"
     log = decode_document(_LOG_DECODER, plain_json(read_member(path, header, where)), where)
     return log, sum(name.startswith(_SAMPLES) for name in members)
@@ -86,9 +86,9 @@ def _files(file: Input) -> Iterator[Input | About]:
         message = log.error.message if log.error else ""
         yield About(_STATUS, {file.name: f"{log.status}: {message}".rstrip(": ")})
     if not num_samples:
-        got = f"the log has no samples (status {log.status!r})"
+        finding = f"the log has no samples (status {log.status!r})"
         hint = "run the evaluation without --no-log-samples, or leave this log out"
-        raise InputError("no_samples", file.name, got, hint=hint)
+        raise InputError("no_samples", file.name, finding, hint=hint)
     yield file
 
 

@@ -225,9 +225,9 @@ def _referred(event: _Model, sample: Sample, where: str) -> Iterator[msgspec.Raw
     size = len(sample.pool)
     for start, end in event.input_refs or ():
         if not 0 <= start <= end <= size:
-            got = f"`input_refs` has [{start}, {end}], but the pool has only {size} messages"
+            finding = f"`input_refs` has [{start}, {end}], but the pool has only {size} messages"
             hint = "read the log with Inspect, and write it again"
-            raise InputError("dangling_reference", where, got, hint=hint)
+            raise InputError("dangling_reference", where, finding, hint=hint)
         yield from sample.pool[start:end]
 
 
@@ -264,8 +264,8 @@ def _resolved(raw: msgspec.Raw, sample: Sample, where: str) -> msgspec.Raw:
     def text(match: re.Match[bytes]) -> bytes:
         name = match[1].decode()
         if name not in sample.attachments:
-            got, hint = f"the sample has no attachment {name}", "copy the complete log again"
-            raise InputError("dangling_reference", where, got, hint=hint)
+            finding, hint = f"the sample has no attachment {name}", "copy the complete log again"
+            raise InputError("dangling_reference", where, finding, hint=hint)
         return msgspec.json.encode(sample.attachments[name])
 
     return msgspec.Raw(_ATTACHMENT.sub(text, bytes(raw)))

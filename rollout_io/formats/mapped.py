@@ -94,8 +94,8 @@ def check_paths(paths: Paths) -> None:
     deepest = max((path.rpartition(_EVERY)[0] for path in paths.values()), key=len)
     for path in paths.values():
         if _EVERY in path and not f"{deepest}{_EVERY}".startswith(path.rpartition(_EVERY)[0]):
-            got = f"{path!r} is in another list than {deepest}{_EVERY}"
-            raise ConfigError("choices", "--map", got, "paths through one list")
+            finding = f"{path!r} is in another list than {deepest}{_EVERY}"
+            raise ConfigError("choices", "--map", finding, "paths through one list")
 
 
 def _segments(path: str) -> Iterator[str]:
@@ -231,8 +231,10 @@ def _calls(record: Record, paths: Paths, missing: set[str] | None = None) -> Ite
         labels = dict[str, str]()
         for name in [name for name in ("session", "attempt") if name in paths]:
             if not (text := label(values[name], where)):
-                got = f"`{paths[name]}` is {cleaned(bytes(values[name]).decode())[:_MOST_CHARS]}"
-                raise InputError(RULE, where, got, "a name or a whole number")
+                finding = (
+                    f"`{paths[name]}` is {cleaned(bytes(values[name]).decode())[:_MOST_CHARS]}"
+                )
+                raise InputError(RULE, where, finding, "a name or a whole number")
             labels[name] = text
         request = _request(values.get("request", msgspec.Raw(b"{}")))
         if "session" not in paths:
@@ -327,5 +329,5 @@ def _absent(record: Record, field: str, paths: Paths, subject: str) -> InputErro
     listed = ", ".join(keys[:_MOST_KEYS]) + (", ..." if keys[_MOST_KEYS:] else "")
     near = difflib.get_close_matches(paths[field], keys, 1)
     hint = f"did you mean {field}={near[0]}?" if near else f"pass {field}=PATH with one of them"
-    got = f"{subject} `{paths[field]}`, only {cleaned(listed)}"
-    return InputError(RULE, record.place.where, got, hint=hint)
+    finding = f"{subject} `{paths[field]}`, only {cleaned(listed)}"
+    return InputError(RULE, record.place.where, finding, hint=hint)

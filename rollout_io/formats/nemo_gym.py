@@ -149,9 +149,9 @@ def _logged(rollout: Rollout, place: Place) -> _Logged:
         content, prefix = bytes(rollout.input), "input"
     else:
         names = ", ".join([*rollout.fields][:8])
-        got = f"the object has no `response` (its keys: {names})"
+        finding = f"the object has no `response` (its keys: {names})"
         hint = "convert the rollouts that NeMo Gym collects, not its tasks or a trainer's data"
-        raise InputError("no_response", where, got, hint=hint)
+        raise InputError("no_response", where, finding, hint=hint)
     inside = f"{where}, {prefix}" if prefix else where
     response = decode_line(_RESPONSE_DECODER, content, inside)
     sent = bytes(rollout.responses_create_params) if prefix == "response" else b"null"
@@ -175,10 +175,12 @@ def _run(logged: _Logged, place: Place) -> Run:
         instance, repetition = str(run.task), run.rollout
         labels["task"] = instance
     elif run.task is not None or run.rollout is not None or not response_id:
-        got = "the line needs `_ng_task_index` and `_ng_rollout_index`, or only a response id (it "
-        got += f"has task {run.task}, rollout {run.rollout}, response id {response_id!r})"
+        finding = (
+            "the line needs `_ng_task_index` and `_ng_rollout_index`, or only a response id (it "
+        )
+        finding += f"has task {run.task}, rollout {run.rollout}, response id {response_id!r})"
         hint = "keep the lines as NeMo Gym wrote them, because the indices identify the group"
-        raise InputError("group", place.where, got, hint=hint)
+        raise InputError("group", place.where, finding, hint=hint)
     else:
         instance, repetition = response_id, 0
     return Run(instance_id=instance, repetition_id=repetition, places=[place], labels=labels)

@@ -105,10 +105,10 @@ def read_conversation(request: Request, response: Response, where: str) -> Conve
     sent, received = f"{where}, responses_create_params", f"{where}, response"
     for name in _HIDDEN:
         if bytes(getattr(request, name)) != b"null":
-            got = (
+            finding = (
                 f"the input is incomplete: the messages that `{name}` refers to are not in the log"
             )
-            raise bad_message(f"{sent}.{name}", got)
+            raise bad_message(f"{sent}.{name}", finding)
     chat = _Chat()
     if request.instructions:
         chat.add(request.instructions, "system", f"{sent}.instructions")
@@ -268,7 +268,7 @@ def _tool(tool: dict[str, Any], where: str) -> Message:
         return tool
     function = known({name: value for name, value in tool.items() if name != "type"})
     if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-        got = f"a tool of type {tool.get('type')!r}, named {tool.get('name')!r}"
+        finding = f"a tool of type {tool.get('type')!r}, named {tool.get('name')!r}"
         hint = "collect the run with functions only: chat templates render no other tools"
-        raise InputError("tools", where, got, "a function with a name", hint)
+        raise InputError("tools", where, finding, "a function with a name", hint)
     return {"type": "function", "function": function}

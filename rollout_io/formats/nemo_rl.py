@@ -55,9 +55,9 @@ def run_of(logged: Logged, place: Place) -> Run:
     """Return the run of a message log."""
     if logged.message_log is None:
         is_pair = bytes(logged.seen_token_ids) != b"null"
-        got = "the document has two renderings of a prompt, but no response"
-        got = got if is_pair else "the record has no `message_log`"
-        raise InputError("no_calls", place.where, got)
+        finding = "the document has two renderings of a prompt, but no response"
+        finding = finding if is_pair else "the record has no `message_log`"
+        raise InputError("no_calls", place.where, finding)
     labels = {"file": place.where.rpartition(", ")[0] or place.where}
     return Run(instance_id=place.where, repetition_id=0, places=[place], labels=labels)
 
@@ -82,8 +82,8 @@ def _ids(message: _Message, where: str) -> list[int]:
     if message.token_ids:
         return message.token_ids
     how = "no token ids" if message.token_ids is None else "an empty list of token ids"
-    got = f"the message of role {message.role!r} has {how}"
-    raise InputError("no_token_ids", where, got, hint=_HINT)
+    finding = f"the message of role {message.role!r} has {how}"
+    raise InputError("no_token_ids", where, finding, hint=_HINT)
 
 
 def _step(message: _Message, ids: Sequence[list[int]], where: str) -> Step:

@@ -142,9 +142,9 @@ def system_of(line: Line, messages: Iterable[Message], where: str) -> list[Messa
         if not prompt or prompt in logged:
             continue
         if logged:
-            got = f"`{name}` differs from the system message of the conversation"
+            finding = f"`{name}` differs from the system message of the conversation"
             hint = "keep the one that the model saw"
-            raise InputError("message", place, got, "one system prompt", hint)
+            raise InputError("message", place, finding, "one system prompt", hint)
         stated.append({"role": "system", "content": prompt})
         logged.append(prompt)
     return stated

@@ -74,11 +74,11 @@ class PictureBytes:
         store = next((store for store in self._stores if name in store.files), None)
         content = None if store is None else store.read(name)
         if content is None:
-            got, hint = (
+            finding, hint = (
                 f"the file {name} is missing or was changed",
                 f"move DS{SUFFIX} together with DS",
             )
-            raise InvariantError(RULE, str(self._dataset), got, "", hint)
+            raise InvariantError(RULE, str(self._dataset), finding, "", hint)
         kind, data = part["type"], base64.b64encode(content).decode()
         mime = part.get("media_type") or MEDIA_TYPES.get(extension_of(content))
         url = f"data:{mime or 'application/octet-stream'};base64,{data}"

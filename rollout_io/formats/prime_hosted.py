@@ -122,10 +122,10 @@ class _Groups:
         if other != place:
             is_copy = read_record(other).rstrip() == read_record(place).rstrip()
             hint = "pass each page only once"
-            got = f"sample {row.sample_id} of step {row.step} is already in {other.where}"
+            finding = f"sample {row.sample_id} of step {row.step} is already in {other.where}"
             if is_copy:
-                raise InputError(DUPLICATE, place.where, got, hint=hint)
-            raise InvariantError("unique_trajectory", place.where, got, hint=hint)
+                raise InputError(DUPLICATE, place.where, finding, hint=hint)
+            raise InvariantError("unique_trajectory", place.where, finding, hint=hint)
 
     def of(self, row: Row, size: int | None) -> str:
         """Add a row to its group, which has at most `size` rows; return the group's name."""

@@ -103,8 +103,8 @@ def read_updates(places: Sequence[Place]) -> dict[str, list[Update]]:
         fields = decode_line(_FIELDS, content, where)
         if record.version != 1:
             hint = "convert the episodes without their annotations"
-            got = f"an annotation of version {record.version}"
-            raise InputError("record_type", where, got, "version 1", hint)
+            finding = f"an annotation of version {record.version}"
+            raise InputError("record_type", where, finding, "version 1", hint)
         for name in (name for branch in fields.get("branches") or () for name in branch):
             if name not in _Branch.__struct_fields__:
                 note_unread(f"branches.{name}")
@@ -154,8 +154,10 @@ class Annotations:
                 raise InputError("record_type", update.where, str(error)) from None
             for branch in update.branches:
                 if not 0 <= branch.index < len(paths):
-                    got = f"branch {branch.index}, but the trace has {count(len(paths), 'branch')}"
-                    raise InputError("dangling_reference", update.where, got)
+                    finding = (
+                        f"branch {branch.index}, but the trace has {count(len(paths), 'branch')}"
+                    )
+                    raise InputError("dangling_reference", update.where, finding)
                 self._take(branch, paths[branch.index], masks, update.where)
         if not updates:
             return
@@ -181,9 +183,9 @@ class Annotations:
         for name in _Branch.__struct_fields__[1:]:
             values = getattr(branch, name) or []
             if len(values) > num_tokens:
-                got = f"branch {branch.index} has {len(values)} {name}"
+                finding = f"branch {branch.index} has {len(values)} {name}"
                 expected = f"at most {num_tokens}, one per token"
-                raise broken("lengths_align", where, got, expected)
+                raise broken("lengths_align", where, finding, expected)
             for node, part in _cut(values, path, masks):
                 if any(v is not None for v, m in zip(part, masks[node], strict=True) if m):
                     self._streams.setdefault(node, {})[name] = (part, where)

@@ -19,8 +19,8 @@ def _refused(summary: str, describe: Callable[[Any], str | None], hint: str) -> 
     """
 
     def run(record: Any, place: Place) -> NoReturn:
-        got = describe(record) or "the record has no conversation"
-        raise InputError("no_conversation", place.where, got, hint=hint)
+        finding = describe(record) or "the record has no conversation"
+        raise InputError("no_conversation", place.where, finding, hint=hint)
 
     adapter = Records(
         records={"": Any},

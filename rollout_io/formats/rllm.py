@@ -208,8 +208,8 @@ def _steps(trajectory: _Trajectory, agent: str, where: str, *, failed: bool) -> 
         if _has_tokens(step):
             yield _step(step, _chat(step, trajectory, place), agent, place)
         elif not failed:
-            got = "the step has no token ids, but another step has them"
-            raise InputError("no_token_ids", place, got, hint=_SAVE_TRAINING)
+            finding = "the step has no token ids, but another step has them"
+            raise InputError("no_token_ids", place, finding, hint=_SAVE_TRAINING)
 
 
 def _step(step: _Step, chat: Sequence[bytes], agent: str, where: str) -> Step:
@@ -227,8 +227,8 @@ def _step(step: _Step, chat: Sequence[bytes], agent: str, where: str) -> Step:
         if not {bytes(one), bytes(other)} & _NO_IDS:
             same_ids(bytes(one), bytes(other), name, f"{where} and its model_output")
     if step.logprobs and output.logprobs and step.logprobs != output.logprobs:
-        got, hint = "the logprobs differ from those in model_output", "save the episode again"
-        raise InputError("conflicting_ids", where, got, hint=hint)
+        finding, hint = "the logprobs differ from those in model_output", "save the episode again"
+        raise InputError("conflicting_ids", where, finding, hint=hint)
     logprobs = step.logprobs or output.logprobs
     last = decode_line(_ANY, chat[-1], where) if chat else None
     sent = chat[:-1] if _is_assistant(last) else chat
@@ -262,8 +262,8 @@ def _chat(step: _Step, trajectory: _Trajectory, where: str) -> list[bytes]:
         chain.append(bytes(nodes[name].m))
         name = nodes[name].p
     if name is not None or len(chain) != length:
-        got = f"`message_nodes` has no chain of {count(length, 'message')} from this node"
-        raise InputError("dangling_reference", f"{where}.chat_completions_ref", got)
+        finding = f"`message_nodes` has no chain of {count(length, 'message')} from this node"
+        raise InputError("dangling_reference", f"{where}.chat_completions_ref", finding)
     return chain[::-1]
 
 
@@ -281,8 +281,8 @@ def _calls(trajectory: _Trajectory, agent: str, where: str) -> Iterator[Call]:
         place = f"{where}.steps[{i}]"
         chat = _chat(step, trajectory, place)
         if not chat:
-            got = "the step has neither token ids nor `chat_completions`"
-            raise InputError("no_token_ids", place, got, hint=_SAVE_TRAINING)
+            finding = "the step has neither token ids nor `chat_completions`"
+            raise InputError("no_token_ids", place, finding, hint=_SAVE_TRAINING)
         for raw in chat:
             if raw not in accounted:
                 account(MESSAGE, raw, "chat_completions")

@@ -116,8 +116,8 @@ def read_output(run: Run, options: Options) -> pa.Table:
     """
     (place,) = run.places
     if options.reward is not None:
-        got = "--reward does not apply: the log has one reward per row"
-        raise ConfigError("reward_key", place.where, got, hint="remove --reward")
+        finding = "--reward does not apply: the log has one reward per row"
+        raise ConfigError("reward_key", place.where, finding, hint="remove --reward")
     try:
         table = read_rows(place.path, place.where, options.group_size, options.other_fields)
     except RolloutError as error:

@@ -104,8 +104,10 @@ def _finished(items: Iterator[Found]) -> Iterator[Found]:
 def _files(log: Input) -> list[Input]:
     """Return the evaluations of a directory, without `aggregated_results.jsonl`."""
     if _is_pickle(Start(log.path)):
-        got = "the file is a pickled TrainingInputBatch, which could run code, so it is not loaded"
-        raise InputError("pickle", log.name, got, hint=_HINT)
+        finding = (
+            "the file is a pickled TrainingInputBatch, which could run code, so it is not loaded"
+        )
+        raise InputError("pickle", log.name, finding, hint=_HINT)
     if not log.path.is_dir():
         return [log]
     paths = logs_below(log.path, _is_evaluation, AGGREGATED.__eq__)

@@ -191,9 +191,9 @@ def user_columns(output: Mapping[str, Any], others: Sequence[str]) -> dict[str, 
     named = [SPLITS] if output.get(SPLITS) is not None else []
     for name in (*named, *others):
         if name in COLUMN_BY_NAME:
-            got = f"the rollout table computes its column `{name}` from SkyRL's fields"
+            finding = f"the rollout table computes its column `{name}` from SkyRL's fields"
             hint = 'rename the field, or drop it: other_fields="drop" (--other-fields drop)'
-            raise field_error("fields", name, got, hint=hint)
+            raise field_error("fields", name, finding, hint=hint)
         columns[name] = _kept(output, name)
     return columns
 
@@ -206,9 +206,9 @@ def _kept(output: Mapping[str, Any], name: str) -> pa.Array:
         length = len(value) if isinstance(value, list | tuple | np.ndarray) else None
         if length != num_rows:
             kind = f"a value of type {type(value).__name__}"
-            got = kind if length is None else f"a list of length {length}"
+            finding = kind if length is None else f"a list of length {length}"
             expected = f"a list of length {num_rows}, as in response_ids"
-            raise field_error("fields_align", name, got, expected, _DROP)
+            raise field_error("fields_align", name, finding, expected, _DROP)
     try:
         arrays = {
             str(key): pa.array([v.tolist() if isinstance(v, np.ndarray) else v for v in value])

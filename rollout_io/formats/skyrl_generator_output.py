@@ -177,8 +177,8 @@ def generator_output_text(
         return json.dumps(output, allow_nan=False, separators=(",", ":"), default=_plain) + "\n"
     except ValueError:
         hint = "drop the metric, or replace NaN and infinity"
-        got = "cannot write NaN or infinity as JSON"
-        raise InputError("json_number", os.fspath(file), got, hint=hint) from None
+        finding = "cannot write NaN or infinity as JSON"
+        raise InputError("json_number", os.fspath(file), finding, hint=hint) from None
 
 
 def _plain(value: Any) -> Any:
@@ -225,8 +225,8 @@ def _json_object(file: str | os.PathLike[str]) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InputError("json_file", where, f"invalid JSON: {error}", hint=hint) from None
     if not isinstance(output, dict):
-        got = f"a value of type {type(output).__name__}"
-        raise InputError("json_file", where, got, "a JSON object", hint)
+        finding = f"a value of type {type(output).__name__}"
+        raise InputError("json_file", where, finding, "a JSON object", hint)
     return output
 
 
@@ -273,8 +273,8 @@ def _is_filled(table: pa.Table, name: str, masked: BoolArray, rule: str) -> bool
     if len(alive) and alive.any() != alive.all():
         row = int(np.flatnonzero(~valid & ~masked)[0])
         hint = f"drop the column, or keep only the rows with a value (`{name} IS NOT NULL`)"
-        got = "the value is null, but other rows have a value"
-        raise InputError(rule, _place(table, row, name), got, hint=hint)
+        finding = "the value is null, but other rows have a value"
+        raise InputError(rule, _place(table, row, name), finding, hint=hint)
     return bool(alive.all() if len(alive) else valid.any() or name == "rewards")
 
 

@@ -141,15 +141,15 @@ def _check_fields(output: Mapping[str, Any], unknown: Sequence[str]) -> None:
             continue
         length = num_rows if output.get(name) is None else _length(output, name)
         if length != num_rows:
-            got, expected = f"a list of length {length}", f"{num_rows}, as in response_ids"
-            raise field_error("fields_align", name, got, expected)
+            finding, expected = f"a list of length {length}", f"{num_rows}, as in response_ids"
+            raise field_error("fields_align", name, finding, expected)
 
 
 def _length(output: Mapping[str, Any], name: str) -> int:
     field = output[name]
     if not isinstance(field, list | tuple | np.ndarray):
-        got = f"a value of type {type(field).__name__}"
-        raise field_error("field_kind", name, got, "a list with one entry per row")
+        finding = f"a value of type {type(field).__name__}"
+        raise field_error("field_kind", name, finding, "a list with one entry per row")
     return len(field)
 
 
@@ -160,17 +160,17 @@ def _identities(
     if ids is not None:
         return [trajectory_identity(value, row) for row, value in enumerate(ids)]
     if output.get("is_last_step") is not None:
-        got = "is_last_step is given without trajectory_ids"
+        finding = "is_last_step is given without trajectory_ids"
         hint = "add `trajectory_ids`, one {instance_id, repetition_id} per row; for one row per attempt,"
         hint += " leave out is_last_step and pass group_size=n (--group-size n)"
-        raise field_error("fields", "trajectory_ids", got, hint=hint)
+        raise field_error("fields", "trajectory_ids", finding, hint=hint)
     num_rows = len(output["response_ids"])
     if group_size is None or group_size < 1 or num_rows % group_size:
-        got = "the field is missing"
+        finding = "the field is missing"
         if group_size is not None:
-            got += f", and {num_rows} rows cannot be split into groups of {group_size}"
+            finding += f", and {num_rows} rows cannot be split into groups of {group_size}"
         hint = "pass group_size=n (--group-size n), the number of attempts per prompt"
-        raise field_error("fields", "trajectory_ids", got, hint=hint)
+        raise field_error("fields", "trajectory_ids", finding, hint=hint)
     return [
         TrajectoryID(f"{prefix}{row // group_size}", row % group_size) for row in range(num_rows)
     ]
@@ -184,13 +184,15 @@ def _check_repeats(
     for row, (identity, is_last) in enumerate(zip(identities, last, strict=True)):
         if identity in ended:
             name = identity.to_string()
-            got = f"trajectory {name!r} has further rows, but the output has no is_last_step"
+            finding = f"trajectory {name!r} has further rows, but the output has no is_last_step"
             hint = "for step-wise outputs, add `is_last_step`: true on the last row of each "
             hint += "trajectory, false on its other rows. If rows are different attempts, give "
             hint += "each its own repetition_id"
             if has_flags:
-                got = f"trajectory {name!r} has further rows after its row with is_last_step true"
-            raise field_error("unique_trajectory", "trajectory_ids", got, hint=hint, row=row)
+                finding = (
+                    f"trajectory {name!r} has further rows after its row with is_last_step true"
+                )
+            raise field_error("unique_trajectory", "trajectory_ids", finding, hint=hint, row=row)
         if is_last:
             ended.add(identity)
 
@@ -336,9 +338,9 @@ def _rewards(output: Mapping[str, Any]) -> Sequence[Any]:
     is_list = [isinstance(value, list | tuple) or np.ndim(value) > 0 for value in values]
     if any(is_list) != all(is_list):
         row = is_list.index(not is_list[0])
-        got = "a mix of numbers and lists"
+        finding = "a mix of numbers and lists"
         expected = "only numbers, or only lists with one number per token"
-        raise field_error("reward_kind", "rewards", got, expected, row=row)
+        raise field_error("reward_kind", "rewards", finding, expected, row=row)
     if is_list[0]:
         return _arrays(output, "rewards")
     return [number(value, "rewards", row) for row, value in enumerate(values)]
@@ -366,8 +368,10 @@ def _routes(output: Mapping[str, Any], failed: Sequence[bool]) -> pa.Array | Non
     if not shapes:
         return None
     if len(shapes) > 1:
-        got = f"rows with different (layers, topk): {', '.join(map(str, sorted(shapes)))}"
-        raise field_error("routing_shape", _ROUTES, got, "the same layers and topk in every row")
+        finding = f"rows with different (layers, topk): {', '.join(map(str, sorted(shapes)))}"
+        raise field_error(
+            "routing_shape", _ROUTES, finding, "the same layers and topk in every row"
+        )
     return routing_array(routing, *shapes.pop())
 
 

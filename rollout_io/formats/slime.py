@@ -191,16 +191,16 @@ def _sample(value: Any, where: str) -> _Sample:
     try:
         return msgspec.convert(value, _Sample, strict=True)
     except (msgspec.ValidationError, RecursionError) as error:
-        got, hint = f"invalid sample: {error}", "write the file with --save-debug-rollout-data"
-        raise InputError("record_type", where, got, hint=hint) from None
+        finding, hint = f"invalid sample: {error}", "write the file with --save-debug-rollout-data"
+        raise InputError("record_type", where, finding, hint=hint) from None
 
 
 def _step(sample: _Sample, where: str, *, failed: bool) -> Step:
     tokens = _array(IDS, sample.tokens, f"{where}, tokens")
     num = sample.response_length
     if num > len(tokens):
-        got = f"response_length is {num}, but there are only {count(len(tokens), 'token')}"
-        raise broken("lengths_align", where, got)
+        finding = f"response_length is {num}, but there are only {count(len(tokens), 'token')}"
+        raise broken("lengths_align", where, finding)
     if not failed and not 0 < num < len(tokens):
         part = "response" if num == 0 else "prompt"
         raise broken(f"nonempty_{part}", where, f"the {part} has no tokens")
@@ -230,9 +230,9 @@ def _mask(sample: _Sample, where: str) -> npt.NDArray[np.bool_] | None:
         return None
     mask = _array(MASK, sample.loss_mask, f"{where}, loss_mask")
     if len(mask) != sample.response_length:
-        got = f"a loss_mask of length {len(mask)}"
+        finding = f"a loss_mask of length {len(mask)}"
         expected = f"{sample.response_length}, one per response token"
-        raise broken("lengths_align", where, got, expected)
+        raise broken("lengths_align", where, finding, expected)
     return None if mask.all() else mask
 
 
@@ -284,8 +284,8 @@ def _reward(sample: _Sample, where: str) -> tuple[float | None, dict[str, float]
     numbers = _numbers(rewards, f"{where}, reward")
     if "reward" in rewards:
         if rewards["reward"] is not None and "reward" not in numbers:
-            got = f"a reward of type {type(rewards['reward']).__name__}"
-            raise InputError("record_type", where, got, "a number, or an object of numbers")
+            finding = f"a reward of type {type(rewards['reward']).__name__}"
+            raise InputError("record_type", where, finding, "a number, or an object of numbers")
         return numbers.get("reward"), numbers
     alone = next(iter(numbers.values())) if len(numbers) == 1 else None
     return alone, numbers
@@ -299,8 +299,8 @@ def _numbers(values: Mapping[Any, Any], where: str) -> dict[str, float]:
             try:
                 numbers[name] = float(plain)
             except OverflowError:
-                got = "the number is too large for a 64-bit float"
-                raise InputError("record_type", f"{where}, {name}", got) from None
+                finding = "the number is too large for a 64-bit float"
+                raise InputError("record_type", f"{where}, {name}", finding) from None
     return numbers
 
 
@@ -326,8 +326,8 @@ def _load(path: Path, _: Version, where: str) -> list[Any]:
     with open_input(path) as file:
         refuse_lfs_pointer(file.read(_LFS_BYTES), where)
     if not Start(path).torch_pickle:
-        got = "the file was not written by torch.save, or it is cut off"
-        raise InputError("torch_file", where, got, hint="save the rollout again")
+        finding = "the file was not written by torch.save, or it is cut off"
+        raise InputError("torch_file", where, finding, hint="save the rollout again")
     document = _load_plain(path, where)
     samples = document.get("samples") if isinstance(document, dict) else None
     if not isinstance(samples, list) or not samples:
@@ -344,9 +344,11 @@ def _load_plain(path: Path, where: str) -> Any:
         with torch.serialization.safe_globals(_numpy_globals()):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a damaged or hostile file can make the loader raise anything
-        got = " ".join(f"cannot load the file: {str(error) or type(error).__name__}".split())[:300]
+        finding = " ".join(f"cannot load the file: {str(error) or type(error).__name__}".split())[
+            :300
+        ]
         hint = "save only plain data, numbers and tensors: other classes could run code"
-        raise InputError("torch_file", where, got, hint=hint) from None
+        raise InputError("torch_file", where, finding, hint=hint) from None
 
 
 def _numpy_globals() -> list[Any]:

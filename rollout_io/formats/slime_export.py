@@ -185,9 +185,9 @@ def _routes(sample: dict[str, Any], routes: list[Any], shape: tuple[int, ...], t
     wanted = len(sample["tokens"]) - 1
     if len(routes) < wanted and not sample["remove_sample"]:
         where = sample["metadata"]["trajectory_id"]
-        got = f"routing of {count(len(routes), 'token')}"
+        finding = f"routing of {count(len(routes), 'token')}"
         expected, hint = f"{wanted}, all but the last token", f"drop the column {ROUTES}"
-        raise InputError("routing_complete", f"trajectory {where!r}", got, expected, hint)
+        raise InputError("routing_complete", f"trajectory {where!r}", finding, expected, hint)
     padded = torch.zeros((wanted, *shape), dtype=torch.int32)
     if routes:
         padded[: len(routes)] = torch.tensor(routes[:wanted], dtype=torch.int32)

@@ -64,8 +64,8 @@ def read_back(step: Step, metadata: Mapping[Any, Any], where: str) -> dict[Any, 
     for name in _BY_TOKEN:
         values = getattr(columns, name)
         if values is not None and len(values) != num_tokens:
-            got = f"metadata.{name}: {count(len(values), 'value')}"
-            raise broken("lengths_align", where, got, f"{num_tokens}, one per response token")
+            finding = f"metadata.{name}: {count(len(values), 'value')}"
+            raise broken("lengths_align", where, finding, f"{num_tokens}, one per response token")
     for name in Exported.__struct_fields__:
         value = getattr(columns, name)
         if value is not None and name != "trajectory_id":

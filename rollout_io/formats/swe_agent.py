@@ -149,8 +149,8 @@ def _calls_of_steps(logged: Document, where: str) -> Iterator[Call]:
         here = f"{where}, trajectory[{index}]"
         if not step.prompt:
             if step.response:
-                got, hint = "the response has no prompt (`query`)", "run SWE-agent again"
-                raise InputError("no_prompt", here, got, hint=hint)
+                finding, hint = "the response has no prompt (`query`)", "run SWE-agent again"
+                raise InputError("no_prompt", here, finding, hint=hint)
             continue
         agent, reply = _match(step.response or "", replies)
         prompt = read_messages(step.prompt, f"{here}.query")

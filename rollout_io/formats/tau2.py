@@ -101,8 +101,8 @@ def read(simulation: Simulation, run: Run, _: Options) -> Trajectory:
     place = run.places[0]
     logged = simulation.messages or []
     if simulation.ticks and not logged:
-        got = "the simulation is of voice: it has ticks in place of messages"
-        raise InputError("no_calls", place.where, got, hint="convert simulations of text")
+        finding = "the simulation is of voice: it has ticks in place of messages"
+        raise InputError("no_calls", place.where, finding, hint="convert simulations of text")
     messages = [*_messages(logged, f"{place.where}, messages")]
     policy = simulation.policy or _policy(place)
     note(POLICY if policy else NO_POLICY)
@@ -137,10 +137,10 @@ def _indexed(place: Place) -> list[str]:
 
 
 def _without_simulations(where: str, number: int) -> InputError:
-    got = f"an index of {count(number, 'simulation')}, which are not in the file"
+    finding = f"an index of {count(number, 'simulation')}, which are not in the file"
     expected = f"the files of the folder `{_FOLDER}` beside it"
     hint = "convert the directory that has both, or the results as one file (`save` with `json`)"
-    return InputError(_NO_CONVERSATION, where, got, expected, hint)
+    return InputError(_NO_CONVERSATION, where, finding, expected, hint)
 
 
 def _with_index(items: Iterable[Found]) -> Iterator[Found]:

@@ -128,9 +128,9 @@ def read_trace(run: Run, options: Options) -> Trajectory:
     calls = list(_calls(ordered, spans, where))
     error = next((s.error for s in ordered if s.error and s.parent not in spans), None)
     if not calls and not error and not run.failed:
-        got = "no span of the trace has both the prompt and the answer of a model call"
+        finding = "no span of the trace has both the prompt and the answer of a model call"
         hint = "let the tracing library record the content of messages"
-        raise InputError("no_calls", f"{where}, trace {trace}", got, hint=hint)
+        raise InputError("no_calls", f"{where}, trace {trace}", finding, hint=hint)
     scores: dict[str, float] = {}
     opinions = frozenset[str]().union(*(span.opinions for span in ordered))
     for span in ordered:

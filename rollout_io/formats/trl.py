@@ -116,8 +116,8 @@ def _step(row: Row, where: str) -> Conversation | Completion:
 
 def _messages(value: Any, where: str) -> list[Message]:
     if not isinstance(value, list):
-        got = f"a value of type {type(value).__name__}"
-        raise InputError("message", where, got, "messages in both columns, or text in both")
+        finding = f"a value of type {type(value).__name__}"
+        raise InputError("message", where, finding, "messages in both columns, or text in both")
     return read_messages(map(raw_of, value), where)
 
 

@@ -200,9 +200,9 @@ def find(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
 def _of_no_run(annotation: Run, *, is_shared: bool) -> Rejected:
     (place,) = annotation.places
     what = "several episodes have" if is_shared else "no episode has"
-    got = f"an annotation of the trace {annotation.instance_id[:100]!r}, which {what}"
+    finding = f"an annotation of the trace {annotation.instance_id[:100]!r}, which {what}"
     hint = "convert the annotations together with the episodes of their run"
-    return Rejected(place, InputError("dangling_reference", place.where, got, hint=hint))
+    return Rejected(place, InputError("dangling_reference", place.where, finding, hint=hint))
 
 
 def _episode_run(place: Place, head: _EpisodeHead) -> Run:
@@ -211,8 +211,8 @@ def _episode_run(place: Place, head: _EpisodeHead) -> Run:
     task = head.task.key or head.task.hash
     group = None if head.group is None else head.group.id
     if not head.id or not (group or task):
-        got = "the episode needs an `id`, and a `group.id`, `task.key` or `task.hash`"
-        raise InputError("group", place.where, got)
+        finding = "the episode needs an `id`, and a `group.id`, `task.key` or `task.hash`"
+        raise InputError("group", place.where, finding)
     labels = filled(
         episode=head.id,
         group=group,
@@ -230,8 +230,8 @@ def _row_run(place: Place, head: _RowHead, owners: Mapping[Path, str]) -> Run:
     example = label(head.example_id, place.where) or label(head.id, place.where)
     if example is None:
         hint = "use the file as the verifiers library saved it"
-        got = "the row has no `example_id` or `id`"
-        raise InputError("group", place.where, got, hint=hint)
+        finding = "the row has no `example_id` or `id`"
+        raise InputError("group", place.where, finding, hint=hint)
     metadata, owner = metadata_beside(place.path), owners.get(place.path)
     env = metadata.env or metadata.env_id
     labels = filled(
@@ -265,9 +265,9 @@ def read(record: Record, run: Run, options: Options) -> Trajectory:
 
 def _refuse_other_tokens(first: Trajectory, second: Trajectory, at: Place, other: Place) -> None:
     if [*map(_said, first.steps)] != [*map(_said, second.steps)]:
-        got = f"the episode differs from {at.where}, which has the same id"
+        finding = f"the episode differs from {at.where}, which has the same id"
         hint = "convert each run separately"
-        raise InputError("tokens_disagree", other.where, got, hint=hint)
+        raise InputError("tokens_disagree", other.where, finding, hint=hint)
 
 
 def _said(step: Logged) -> Any:

@@ -169,8 +169,8 @@ def _steps(
     if missing and not failed:
         place = f"{where}, trajectory[{missing[0]}].tokens"
         hint = "sample all calls with a client that returns tokens"
-        got = f"the tokens are null in {len(missing)} of {len(calls)} calls"
-        raise InputError("no_token_ids", place, got, hint=hint)
+        finding = f"the tokens are null in {len(missing)} of {len(calls)} calls"
+        raise InputError("no_token_ids", place, finding, hint=hint)
     agents = {call.trajectory_id for call in calls}
     copies = all(call.reward == row.reward for call in calls)
     steps: list[Step] = []
@@ -186,9 +186,9 @@ def _steps(
 
 def _step(call: _Step, tokens: _Tokens, where: str, metadata: Metadata) -> Step:
     if tokens.overlong_prompt:
-        got = "the prompt exceeded the context, and its ids were cut off (overlong_prompt)"
+        finding = "the prompt exceeded the context, and its ids were cut off (overlong_prompt)"
         hint = "delete the row, or give its run an `error` in --rewards"
-        raise InputError("no_token_ids", f"{where}.tokens", got, hint=hint)
+        raise InputError("no_token_ids", f"{where}.tokens", finding, hint=hint)
     prompt = _ids(tokens.prompt_ids, "prompt", where)
     response = _ids(tokens.completion_ids, "completion", where)
     sampling = metadata.sampling_args or Sampling()
@@ -228,15 +228,15 @@ def _refuse_difference(tokens: _Tokens, others: _Tokens | None, where: str) -> N
         if others_ids != b"null":
             same_ids(ids, others_ids, name, where)
     if others.completion_logprobs and others.completion_logprobs != tokens.completion_logprobs:
-        got = "the two lists of completion_logprobs differ"
-        raise InputError("conflicting_ids", where, got, hint=_AS_SAVED)
+        finding = "the two lists of completion_logprobs differ"
+        raise InputError("conflicting_ids", where, finding, hint=_AS_SAVED)
 
 
 def _ids(raw: msgspec.Raw, what: str, where: str) -> npt.NDArray[np.int32]:
     text = bytes(raw)
     if text == b"null":
-        got = f"the call has no {what}_ids"
-        raise InputError("no_token_ids", f"{where}.tokens", got, hint=_AS_SAVED)
+        finding = f"the call has no {what}_ids"
+        raise InputError("no_token_ids", f"{where}.tokens", finding, hint=_AS_SAVED)
     return strict_ids(text, what, f"{where}.tokens")
 
 
@@ -245,8 +245,8 @@ def _mask(tokens: _Tokens, num: int, where: str) -> npt.NDArray[np.bool_] | None
         return None
     mask = np.array([bool(value) for value in tokens.completion_mask], np.bool_)
     if len(mask) != num:
-        got, expected = f"a completion_mask of length {len(mask)}", f"{num}, one per token"
-        raise broken("lengths_align", f"{where}.tokens", got, expected)
+        finding, expected = f"a completion_mask of length {len(mask)}", f"{num}, one per token"
+        raise broken("lengths_align", f"{where}.tokens", finding, expected)
     return None if mask.all() else mask
 
 

@@ -122,8 +122,8 @@ class Graph:
         places = [self._place(i) for i in range(len(trace.nodes))]
         for i, node in enumerate(trace.nodes):
             if node.parent is not None and not 0 <= node.parent < i:
-                got = f"parent {node.parent} is not an earlier node"
-                raise InputError("dangling_reference", places[i], got)
+                finding = f"parent {node.parent} is not an earlier node"
+                raise InputError("dangling_reference", places[i], finding)
             if not bytes(node.message).startswith(b"{"):
                 raise InputError("record_type", places[i], "the message is not an object")
         nodes = list(zip(trace.nodes, places, strict=True))
@@ -203,8 +203,8 @@ class Graph:
     def missing(self) -> InputError:
         """Return the error for a run in which only some calls have tokens."""
         index = self.without_tokens[0]
-        got = "this model message has no `token_ids`, but other messages of the run do"
-        return InputError("no_token_ids", self._place(index), got, hint=_ASK)
+        finding = "this model message has no `token_ids`, but other messages of the run do"
+        return InputError("no_token_ids", self._place(index), finding, hint=_ASK)
 
     def _step(self, index: int, *, failed: bool) -> Step:
         node, place, path = self.trace.nodes[index], self._place(index), self._path(index)
@@ -272,8 +272,8 @@ def _tokens(node: _Node, where: str) -> npt.NDArray[np.int32]:
 def _mask(node: _Node, tokens: npt.NDArray[np.int32], where: str) -> npt.NDArray[np.bool_]:
     mask = np.array(node.mask or [], np.bool_)
     if len(mask) != len(tokens):
-        got, expected = f"a mask of length {len(mask)}", f"{len(tokens)}, one per token"
-        raise broken("lengths_align", where, got, expected)
+        finding, expected = f"a mask of length {len(mask)}", f"{len(tokens)}, one per token"
+        raise broken("lengths_align", where, finding, expected)
     return mask
 
 

@@ -281,12 +281,12 @@ def tokenizer_of(dataset: str, metadata: DatasetMetadata, given: str | None) -> 
         if given is None:
             name = metadata.tokenizer
             where = not_found(name) if name else "is not on this machine"
-            got = f"its tokenizer ({name or 'name unknown'}) {where}"
+            finding = f"its tokenizer ({name or 'name unknown'}) {where}"
             hint = "pass --tokenizer DIR: secrets in token ids are found in their decoded text"
-            raise InputError("tokenizer", dataset, got, "", hint)
+            raise InputError("tokenizer", dataset, finding, "", hint)
     elif is_other_tokenizer(given, metadata):
-        got = f"{given} is not the tokenizer of the dataset ({metadata.tokenizer or 'unknown'})"
-        raise InputError("tokenizer", dataset, got, "", "pass the directory of that tokenizer")
+        finding = f"{given} is not the tokenizer of the dataset ({metadata.tokenizer or 'unknown'})"
+        raise InputError("tokenizer", dataset, finding, "", "pass the directory of that tokenizer")
     return given
 
 

@@ -66,9 +66,9 @@ class Rules(NamedTuple):
                 expected = "a regex that matches no empty text"
                 raise ConfigError("choices", f"pattern {name}", repr(pattern), expected)
             if re.search(pattern, _ANY_TEXT):
-                got = f"{pattern!r} matches any text, such as {_ANY_TEXT!r}"
+                finding = f"{pattern!r} matches any text, such as {_ANY_TEXT!r}"
                 hint = "the expression follows the first =: NAME=REGEX"
-                raise ConfigError("choices", f"pattern {name}", got, "a regex of secrets", hint)
+                raise ConfigError("choices", f"pattern {name}", finding, "a regex of secrets", hint)
         rules = cls(tuple(sorted(patterns.items())), personal)
         _require_scanners(rules)
         return rules

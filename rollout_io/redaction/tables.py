@@ -49,8 +49,8 @@ class Redactor:
         sizes = np.diff(self.vocabulary.offsets)
         single = np.flatnonzero(sizes == 1)
         if not len(single):
-            got = "the vocabulary has no token of one byte, which could replace a secret"
-            raise InputError("tokenizer", self.vocabulary.name, got)
+            finding = "the vocabulary has no token of one byte, which could replace a secret"
+            raise InputError("tokenizer", self.vocabulary.name, finding)
         shown = self.vocabulary.values[self.vocabulary.offsets[single]].tobytes()
         at = next((shown.index(char) for char in (b"*", b"x") if char in shown), 0)
         return int(single[at])
@@ -117,9 +117,9 @@ class Redactor:
     def _refuse_unknown(self, ids: np.ndarray) -> None:
         size = len(self.vocabulary.offsets) - 1
         if len(ids) and (top := int(ids.max())) >= size:
-            got = f"token id {top} is not in the vocabulary of {size} tokens"
+            finding = f"token id {top} is not in the vocabulary of {size} tokens"
             hint = "pass --tokenizer DIR with the tokenizer of the dataset's model"
-            raise InputError("tokenizer", self.vocabulary.name, got, "", hint)
+            raise InputError("tokenizer", self.vocabulary.name, finding, "", hint)
 
     def _marks(self, whole: Ragged, starts: IntArray) -> BoolArray:
         """True for the tokens to replace, over all tokens of all rows."""

@@ -61,9 +61,9 @@ def find_template(name_or_path: str) -> str:
         return template_path(name_or_path).read_text(encoding="utf-8")
     path = Path(name_or_path)
     if not path.is_file():
-        got = "the path is not a regular file"
-        got = got if path.exists() else "no template or file has this name"
-        raise _refused(name_or_path, got, _names_near(name_or_path))
+        finding = "the path is not a regular file"
+        finding = finding if path.exists() else "no template or file has this name"
+        raise _refused(name_or_path, finding, _names_near(name_or_path))
     try:
         with open_input(path) as file:
             content = file.read(MAX_TEMPLATE_BYTES + 1)

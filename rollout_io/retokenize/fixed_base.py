@@ -140,9 +140,9 @@ def encode_pieces(
     cut = len(base.anchor_ids)
     for ids, place in zip(all_ids, places, strict=True):
         if ids[:cut] != base.anchor_ids:
-            got = "a token spans the end of the base conversation and the start of the message"
+            finding = "a token spans the end of the base conversation and the start of the message"
             hint = "use the chat template of this model: its markers must be special tokens"
-            raise _not_a_prefix(place, got, hint)
+            raise _not_a_prefix(place, finding, hint)
     return [Piece(text, ids[cut:]) for text, ids in zip(texts, all_ids, strict=True)]
 
 
@@ -157,8 +157,8 @@ def fixed_base(tokenizer: ChatTokenizer, tools: Tools | None, where: str) -> Fix
     try:
         key = json.dumps(list(tools) if tools else None)
     except (TypeError, ValueError, RecursionError) as error:
-        got = f"the tools are not a list of JSON schemas: {error}"
-        raise InputError("tools", where, got) from None
+        finding = f"the tools are not a list of JSON schemas: {error}"
+        raise InputError("tools", where, finding) from None
     return _fixed_base(tokenizer, key)
 
 
@@ -188,9 +188,9 @@ def _check_headless(tokenizer: ChatTokenizer, text: str, tools: Tools | None, wh
     answer = {"role": "assistant", "content": "answer"}
     shown = _after(text, tokenizer.render([*BASE, answer], tools, where=where), where)
     if not shown.lstrip().startswith("answer"):
-        got = f"the template has no generation prompt, but begins answers with {shown[:40]!r}"
+        finding = f"the template has no generation prompt, but begins answers with {shown[:40]!r}"
         hint = "change the template so that it appends this text when add_generation_prompt is true"
-        raise InputError("generation_prompt", where, got, "", hint)
+        raise InputError("generation_prompt", where, finding, "", hint)
 
 
 def _after(base: str, text: str, where: str) -> str:

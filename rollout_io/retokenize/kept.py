@@ -92,11 +92,11 @@ def _renders_to(
 
 def dropped(part: str, tokenizer: ChatTokenizer, where: str) -> InputError:
     """Return the error for a chat template that drops a part of a message."""
-    got = f"the chat template drops {part}"
+    finding = f"the chat template drops {part}"
     hint = "use a different --chat-template, or put the text into the message's content"
     if is_chatml(tokenizer):
         hint = f"use --chat-template {KEEPS_ALL}, which keeps it"
-    return InputError("text_kept", where, got, "", hint)
+    return InputError("text_kept", where, finding, "", hint)
 
 
 def is_chatml(tokenizer: ChatTokenizer) -> bool:

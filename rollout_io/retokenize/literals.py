@@ -203,15 +203,17 @@ def _renamed(tokenizer: ChatTokenizer, names: Mapping[str, str], where: str) -> 
         state |= {"post_processor": None, "truncation": None, "padding": None}
         return Tokenizer.from_str(json.dumps(state))
     except Exception as error:  # tokenizers raises bare exceptions
-        got = " ".join(str(error).split())[:120]
-        raise _refused(tokenizer, where, f"{type(error).__name__}: {got}") from None
+        finding = " ".join(str(error).split())[:120]
+        raise _refused(tokenizer, where, f"{type(error).__name__}: {finding}") from None
 
 
 def _refused(tokenizer: ChatTokenizer, where: str, why: str = "") -> InputError:
-    got = f"a text contains a special token of {tokenizer.name}, which the tokenizer cannot encode "
-    got += f"as plain text{why and ': '}{why}"
+    finding = (
+        f"a text contains a special token of {tokenizer.name}, which the tokenizer cannot encode "
+    )
+    finding += f"as plain text{why and ': '}{why}"
     hint = "use a tokenizer with a tokenizer.json, or replace the special token in the text"
-    return InputError("special_tokens", where, got, "", hint)
+    return InputError("special_tokens", where, finding, "", hint)
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -135,22 +135,24 @@ def tokenizer_directory(name: str) -> str:
     if path.is_dir():
         if has_tokenizer(path):
             return name
-        got = "the directory contains no tokenizer"
+        finding = "the directory contains no tokenizer"
     elif path.exists():
-        got = "the path is not a directory"
+        finding = "the path is not a directory"
         hint = f"pass the directory of the tokenizer: {path.parent}"
     elif _HUB_ID.fullmatch(name):
         directory = find_tokenizer(name)
         if directory is not None:
             return directory
-        got = "the tokenizer is neither a directory nor a model in the local Hugging Face cache"
+        finding = "the tokenizer is neither a directory nor a model in the local Hugging Face cache"
         hint = (
             f"download it: hf download {name} --include 'tokenizer*' '*.jinja'; or pass a directory"
         )
     else:
-        got = "the tokenizer directory does not exist"
+        finding = "the tokenizer directory does not exist"
     near = None if path.exists() else _near(path)
-    raise InputError("tokenizer", name, got, "", hint if near is None else f"did you mean {near}?")
+    raise InputError(
+        "tokenizer", name, finding, "", hint if near is None else f"did you mean {near}?"
+    )
 
 
 def _near(path: Path) -> Path | None:

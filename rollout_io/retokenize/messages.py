@@ -33,8 +33,8 @@ def normalize(message: object, where: str) -> dict[str, Any]:
         {'role': 'assistant', 'content': '', 'tool_calls': [{'function': {'name': 'add', 'arguments': {'a': 1}}}]}
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        got = f"a value of type {type(message).__name__} without a role"
-        raise _bad(where, got, "an object with a role")
+        finding = f"a value of type {type(message).__name__} without a role"
+        raise _bad(where, finding, "an object with a role")
     result = {k: v for k, v in message.items() if v is not None and k not in REASONING_FIELDS}
     result["content"] = _text(message.get("content"), where)
     reasoning = next((v for k in REASONING_FIELDS if (v := message.get(k)) is not None), None)
@@ -92,10 +92,10 @@ def _arguments(arguments: object, where: str) -> object:
             parsed = None
     if not isinstance(parsed, Mapping):
         hint = "if the call could not be parsed, move it to the message's content as text"
-        got = f"arguments of type {type(arguments).__name__}"
+        finding = f"arguments of type {type(arguments).__name__}"
         if isinstance(arguments, str):
-            got = f"arguments {arguments!r:.80}"
-        raise InputError("tool_arguments", where, got, "a JSON object", hint)
+            finding = f"arguments {arguments!r:.80}"
+        raise InputError("tool_arguments", where, finding, "a JSON object", hint)
     return parsed
 
 

@@ -94,9 +94,11 @@ class PictureProcessor:
                 made = self.backend(images=[image], text=[self.token], add_special_tokens=False)
                 ids = np.asarray(made["input_ids"][0], np.int32).reshape(-1)
             except Exception as error:  # processors raise whatever their arithmetic raises
-                got = f"the image processor refuses a picture of {_size(image)}: {_one_line(error)}"
+                finding = (
+                    f"the image processor refuses a picture of {_size(image)}: {_one_line(error)}"
+                )
                 hint = "check the limits in preprocessor_config.json, or leave out this run"
-                raise InputError("picture_file", where, got, "", hint) from None
+                raise InputError("picture_file", where, finding, "", hint) from None
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
             self._known[key] = self._expansion(ids)
@@ -130,10 +132,10 @@ def open_picture(content: bytes, where: str) -> Any:
             layer, white = upright.convert("RGBA"), Image.new("RGB", upright.size, "white")
             white.paste(layer, mask=layer.getchannel("A"))
             return white
-        got = f"the picture has {_size(image)}"
+        finding = f"the picture has {_size(image)}"
     except Exception as error:  # Pillow does not wrap the errors of its parsers
-        got = f"the picture cannot be decoded: {_one_line(error)}"
-    raise InputError("picture_file", where, got, "", hint)
+        finding = f"the picture cannot be decoded: {_one_line(error)}"
+    raise InputError("picture_file", where, finding, "", hint)
 
 
 def load_image_processor(directory: str) -> Callable[[Any], dict[str, Any]]:
@@ -258,11 +260,11 @@ def spans_in(
     for number, expansion in enumerate(expansions, 1):
         start = _find(content, expansion.ids.astype(np.int32).tobytes(), at)
         if start < 0:
-            got = (
+            finding = (
                 f"the {count(len(expansion.ids), 'token')} of picture {number} of {len(expansions)}"
             )
-            got += f" are not in the row from token {at} on"
-            raise InputError("picture_tokens", where, got, "", hint)
+            finding += f" are not in the row from token {at} on"
+            raise InputError("picture_tokens", where, finding, "", hint)
         spans.append((start, len(expansion.ids)))
         at = start + len(expansion.ids)
     inside = np.zeros(len(ids), np.bool_)
@@ -270,9 +272,11 @@ def spans_in(
         inside[start : start + length] = True
     left_over = np.flatnonzero(np.isin(ids, list(pads)) & ~inside)
     if len(left_over):
-        got = f"{count(len(left_over), 'token')} of pictures, the first at {left_over[0]}, "
-        got += f"{'belongs' if len(left_over) == 1 else 'belong'} to none of the row's "
-        raise InputError("picture_tokens", where, got + count(len(expansions), "picture"), "", hint)
+        finding = f"{count(len(left_over), 'token')} of pictures, the first at {left_over[0]}, "
+        finding += f"{'belongs' if len(left_over) == 1 else 'belong'} to none of the row's "
+        raise InputError(
+            "picture_tokens", where, finding + count(len(expansions), "picture"), "", hint
+        )
     return spans
 
 

@@ -179,10 +179,10 @@ def _first_answer(messages: list[dict[str, Any]], num_given: int, where: str) ->
     answers = (i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= num_given)
     first = next(answers, None)
     if not first:
-        got = "the conversation begins with an assistant message"
-        got = got if first == 0 else "the conversation has no assistant message to train on"
+        finding = "the conversation begins with an assistant message"
+        finding = finding if first == 0 else "the conversation has no assistant message to train on"
         hint = "remove the conversation, or add a prompt and an answer"
-        raise InputError("retokenize", where, got, "", hint)
+        raise InputError("retokenize", where, finding, "", hint)
     return first
 
 
@@ -245,11 +245,11 @@ def _generated(piece: Piece, base: FixedBase, eos: int | None, where: str) -> tu
         end -= piece.ids[::-1].index(eos)
     if piece.text.startswith(base.generation_prompt) and start < end:
         return start, end
-    got = f"the assistant message begins with {piece.text[:60]!r}, but must begin with the "
-    got += f"generation prompt, {base.generation_prompt!r}, followed by text"
+    finding = f"the assistant message begins with {piece.text[:60]!r}, but must begin with the "
+    finding += f"generation prompt, {base.generation_prompt!r}, followed by text"
     hint = "use a template that renders assistant messages exactly as the model generates them, "
     hint += "including thinking, such as qwen3_acc_thinking"
-    raise InputError("generation_prompt", where, got, "", hint)
+    raise InputError("generation_prompt", where, finding, "", hint)
 
 
 def _aligned(
@@ -259,12 +259,14 @@ def _aligned(
     try:
         arrays = [np.array(list(values), np.float32) for values in logprobs]
     except (TypeError, ValueError) as error:
-        got = f"the log-probabilities are not one list of numbers per assistant message: {error}"
-        raise InvariantError("lengths_align", where, got, "", hint) from None
+        finding = (
+            f"the log-probabilities are not one list of numbers per assistant message: {error}"
+        )
+        raise InvariantError("lengths_align", where, finding, "", hint) from None
     if [array.shape for array in arrays] != [(length,) for _, length in spans]:
         sizes, lengths = [array.size for array in arrays], [length for _, length in spans]
-        got = f"the assistant messages have {lengths} tokens but {sizes} log-probabilities"
-        raise InvariantError("lengths_align", where, got, "", hint)
+        finding = f"the assistant messages have {lengths} tokens but {sizes} log-probabilities"
+        raise InvariantError("lengths_align", where, finding, "", hint)
     result = np.zeros(len(mask), np.float32)
     result[mask] = [value for array in arrays for value in array]
     return result
@@ -295,8 +297,8 @@ def _prompt(
     ids, header = tokenizer.encode([text], [where])[0], base.generation_prompt_ids
     start = len(ids) - len(header)
     if ids[start:] != header:
-        got = f"the prompt does not end with the generation prompt {base.generation_prompt!r}"
-        raise InputError("generation_prompt", where, got)
+        finding = f"the prompt does not end with the generation prompt {base.generation_prompt!r}"
+        raise InputError("generation_prompt", where, finding)
     return np.array(ids[: start + num_kept], np.int32)
 
 

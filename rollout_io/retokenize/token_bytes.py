@@ -98,8 +98,8 @@ def load_token_bytes(path: str) -> TokenBytes:
     try:
         return _parsed(json.loads(content), str(file))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        got = f"the file is not a valid tokenizer.json: {' '.join(str(error).split())}"
-        raise InputError("tokenizer", str(file), got) from None
+        finding = f"the file is not a valid tokenizer.json: {' '.join(str(error).split())}"
+        raise InputError("tokenizer", str(file), finding) from None
 
 
 def _converted(directory: str) -> str:
@@ -110,8 +110,8 @@ def _converted(directory: str) -> str:
         backend = load_tokenizer(directory, needs_template=False).backend
     fast = getattr(backend, "backend_tokenizer", None)
     if fast is None:
-        got = "the tokenizer has no tokenizer.json, and Transformers cannot create one"
-        raise InputError("tokenizer", directory, got)
+        finding = "the tokenizer has no tokenizer.json, and Transformers cannot create one"
+        raise InputError("tokenizer", directory, finding)
     return str(fast.to_str())
 
 

@@ -219,9 +219,9 @@ class ChatTokenizer:
                     | {"add_generation_prompt": generation_prompt, "tokenize": False},
                 )
         except Exception as error:  # a template is a program and may raise anything
-            got = f"the chat template raised {_one_line(error)}"
+            finding = f"the chat template raised {_one_line(error)}"
             hint = f"use a --chat-template that renders the roles {_roles(messages)}"
-            raise InputError("chat_template", where, got, "", hint) from None
+            raise InputError("chat_template", where, finding, "", hint) from None
         return str(text)
 
     def render_marked(
@@ -241,8 +241,8 @@ class ChatTokenizer:
             hint = (
                 "set chat_template to qwen3_without_thinking, or to a template file with such marks"
             )
-            got = "the chat template has no {% generation %} marks around assistant text"
-            raise InputError("assistant_masks", where, got, "", hint)
+            finding = "the chat template has no {% generation %} marks around assistant text"
+            raise InputError("assistant_masks", where, finding, "", hint)
         self.render(messages, tools, where=where)
         with _bounded():
             rendered = self.backend.apply_chat_template(
@@ -272,8 +272,8 @@ class ChatTokenizer:
             )
         except Exception as error:  # tokenizers raises bare TypeError
             self.refuse_lone_surrogates(texts, places)
-            got = f"the tokenizer raised {_one_line(error)}"
-            raise InputError("tokenizer", places[0], got) from None
+            finding = f"the tokenizer raised {_one_line(error)}"
+            raise InputError("tokenizer", places[0], finding) from None
         ids: list[list[int]] = batch["input_ids"]
         return ids
 
@@ -293,9 +293,9 @@ class ChatTokenizer:
         """
         for text, where in zip(texts, places, strict=True):
             if _LONE.search(text):
-                got = "the text contains a lone surrogate (half of a character)"
+                finding = "the text contains a lone surrogate (half of a character)"
                 hint = "replace it by U+FFFD where the log is written"
-                raise InputError("tokenizer", where, got, "", hint)
+                raise InputError("tokenizer", where, finding, "", hint)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of the ids, with special tokens and without clean-up."""
@@ -361,8 +361,8 @@ def _bounded() -> AbstractContextManager[None]:
 
 
 def _without_template(where: str) -> InputError:
-    got, hint = "the tokenizer has no chat template", "pass --chat-template NAME or FILE"
-    return InputError("chat_template", where, got, "", hint)
+    finding, hint = "the tokenizer has no chat template", "pass --chat-template NAME or FILE"
+    return InputError("chat_template", where, finding, "", hint)
 
 
 def _load(where: str) -> Any:
@@ -376,8 +376,8 @@ def _load(where: str) -> Any:
             )
         is_empty = not backend.encode("user", add_special_tokens=False)
     except Exception as error:  # Transformers does not wrap the errors of its parsers
-        got = f"the tokenizer cannot be loaded: {_one_line(error)}"
-        raise InputError("tokenizer", where, got, "", hint) from None
+        finding = f"the tokenizer cannot be loaded: {_one_line(error)}"
+        raise InputError("tokenizer", where, finding, "", hint) from None
     if is_empty:
         raise InputError("tokenizer", where, "the tokenizer has no vocabulary", "", hint)
     return backend

@@ -248,6 +248,6 @@ class RunConfig:
     def __post_init__(self) -> None:
         check_settings(self, "run")
         if self.log_samples and not {*SAMPLE_TRACKERS} & {*self.trackers}:
-            got, names = "no tracker that takes text", ", ".join(SAMPLE_TRACKERS)
+            finding, names = "no tracker that takes text", ", ".join(SAMPLE_TRACKERS)
             hint = "set run.trackers, or leave run.log_samples at 0"
-            raise ConfigError("config_value", "run.log_samples", got, f"one of {names}", hint)
+            raise ConfigError("config_value", "run.log_samples", finding, f"one of {names}", hint)

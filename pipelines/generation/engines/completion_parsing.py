@@ -52,11 +52,11 @@ def engine_answers(where: str) -> Iterator[None]:
     except RolloutError as error:
         if error.rule == "engine_answer":
             raise
-        got = f"{error.got} ({error.rule})"
+        finding = f"{error.got} ({error.rule})"
         hint = error.hint if error.rule == "no_token_ids" else None
         message = f"{error.sentence.removesuffix('.')} ({error.rule})"
         raise EngineError(
-            "engine_answer", where, got, error.expected, hint, message=message
+            "engine_answer", where, finding, error.expected, hint, message=message
         ) from None
 
 
@@ -69,16 +69,21 @@ def _sampled(
     prompt = _ids(step.prompt_token_ids, "prompt", where)
     response = _ids(step.response_ids, "response", where)
     if sent is not None and prompt != list(sent):
-        got = f"the engine's {len(prompt)} prompt ids differ from the {len(sent)} that were sent"
-        raise EngineError("engine_answer", where, got)
+        finding = (
+            f"the engine's {len(prompt)} prompt ids differ from the {len(sent)} that were sent"
+        )
+        raise EngineError("engine_answer", where, finding)
     for what, ids, number in zip(
         ("prompt", "response"), (prompt, response), step.num_counted, strict=True
     ):
         if number not in {None, len(ids)}:
             raise usage_differs(what, len(ids), number or 0, where)
     if step.rollout_logprobs is None:
-        got, hint = "the response has no log-probabilities", "use a server that supports `logprobs`"
-        raise EngineError("engine_answer", where, got, hint=hint)
+        finding, hint = (
+            "the response has no log-probabilities",
+            "use a server that supports `logprobs`",
+        )
+        raise EngineError("engine_answer", where, finding, hint=hint)
     if step.stop_reason is None:
         raise EngineError("engine_answer", where, "the response has no finish_reason")
     logprobs = logprob_array(step.rollout_logprobs.tolist(), len(response), where)

@@ -239,23 +239,23 @@ class Servers:
             except (aiohttp.ClientError, ConnectionError) as error:
                 self.lose(root)
                 is_unreachable = True
-                got = f"{type(error).__name__} {error}".strip()
+                finding = f"{type(error).__name__} {error}".strip()
             except TimeoutError:
-                got = f"no response within {self.limits.timeout_s:g} s"
+                finding = f"no response within {self.limits.timeout_s:g} s"
             else:
                 if answer.is_success:
                     return answer.content
                 if answer.status < 500 and answer.status not in {408, 429}:
                     raise _refused(url, answer)
                 status = answer.status
-                got = f"status {status}: {_message(answer)}"
+                finding = f"status {status}: {_message(answer)}"
                 asked_s = _seconds(answer.retry_after)
             if attempt >= attempts:
                 break
             await asyncio.sleep(self.limits.wait_s(attempt, asked_s))
         hint = f"check that the server is up: {root}/health"
-        got = f"no usable response after {count(attempts, 'attempt')}: {got}"
-        failure = ServerError(ENGINE_DOWN, url, got, hint=hint)
+        finding = f"no usable response after {count(attempts, 'attempt')}: {finding}"
+        failure = ServerError(ENGINE_DOWN, url, finding, hint=hint)
         failure.status, failure.is_unreachable = status, is_unreachable
         raise failure
 
@@ -337,8 +337,8 @@ def _refused(url: str, answer: _Answer) -> EngineError:
         hint = "start the server with --enable-auto-tool-choice --tool-call-parser NAME"
     if answer.status in {404, 405} and "/v1/" not in url:
         hint = "start the server with VLLM_SERVER_DEV_MODE=1 in its environment"
-    got = f"status {answer.status}: {message}"
-    return EngineError("engine_refused", url, got, hint=hint)
+    finding = f"status {answer.status}: {message}"
+    return EngineError("engine_refused", url, finding, hint=hint)
 
 
 def _message(answer: _Answer) -> str:

@@ -60,11 +60,11 @@ class OutputLayers:
                 (target / file.name).symlink_to(file.resolve())
         source = next((f for f in path.glob("*.safetensors") if EMBEDDING in _header(f)[0]), None)
         if source is None:
-            got = "on a CPU, vLLM needs the weights of the output layer to load a model"
+            finding = "on a CPU, vLLM needs the weights of the output layer to load a model"
             expected = f"{HEAD}, or tied embeddings named {EMBEDDING}"
             hint = "save the model with tie_word_embeddings=false, and start vLLM with it"
-            message = f"{path}: {got}; expected {expected}"
-            raise EngineError("engine_refused", str(path), got, expected, hint, message=message)
+            message = f"{path}: {finding}; expected {expected}"
+            raise EngineError("engine_refused", str(path), finding, expected, hint, message=message)
         _copy_tensor(source, EMBEDDING, target / OWN_FILE, HEAD)
         if (path / INDEX).is_file():
             index = json.loads((path / INDEX).read_text(encoding="utf-8"))

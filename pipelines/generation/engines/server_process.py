@@ -100,11 +100,11 @@ class VllmServer:
         while not self._answers():
             code = self._process.poll()
             if code is not None or time.monotonic() > deadline:
-                got = f"vLLM did not start within {self._start_timeout_s:g} s"
+                finding = f"vLLM did not start within {self._start_timeout_s:g} s"
                 if code is not None:
-                    got = f"vLLM ended with exit status {code}"
+                    finding = f"vLLM ended with exit status {code}"
                 hint = "read the end of its log: " + " | ".join(self._last_lines(5))
-                raise EngineError("engine_start", str(self.log), got, hint=hint)
+                raise EngineError("engine_start", str(self.log), finding, hint=hint)
             time.sleep(0.2)
 
     def stop(self, *, kill: bool = False) -> None:

@@ -215,8 +215,8 @@ class VllmEngine:
     async def _load_model(self, path: str, policy_version: int) -> None:
         weights, is_copy = Path(path).absolute(), False
         if not any(weights.glob("*.safetensors")):
-            got = "not a Hugging Face model directory: it has no *.safetensors"
-            raise InputError("model_directory", path, got)
+            finding = "not a Hugging Face model directory: it has no *.safetensors"
+            raise InputError("model_directory", path, finding)
         if await asyncio.to_thread(lacks_output_layer, weights) and await self._on_cpu():
             weights, is_copy = await asyncio.to_thread(self._output_layers.add, weights), True
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(weights)}}
@@ -242,8 +242,8 @@ class VllmEngine:
             if is_copy:
                 source = f" from {weights}, a copy of the model with an explicit output layer"
                 hint = "set TMPDIR to a directory that the server can read"
-            got = f"the server at {error.where} cannot load the weights{source}: {error.got}"
-            raise EngineError("engine_refused", path, got, hint=hint) from None
+            finding = f"the server at {error.where} cannot load the weights{source}: {error.got}"
+            raise EngineError("engine_refused", path, finding, hint=hint) from None
         self._adapters = []
         if is_copy:
             self._output_layers.keep_latest()
@@ -257,8 +257,8 @@ class VllmEngine:
         except (ConfigError, MissingExtra):
             raise
         except Exception as error:  # including errors of the sender's library
-            got = f"{type(error).__name__}: {error}"
-            _LOG.warning("%s: weight transfer failed, loading the files instead: %s", url, got)
+            finding = f"{type(error).__name__}: {error}"
+            _LOG.warning("%s: weight transfer failed, loading the files instead: %s", url, finding)
             await self._transfers.recover(url)
             self.servers.lose(url)
             # Any call makes the client send `when_returned` first, which loads the files.
@@ -288,8 +288,8 @@ class VllmEngine:
                 "start the servers with --enable-lora --max-loras 2 --max-lora-rank RANK, and use"
             )
             hint = f"{hint} a path that they can read"
-            got = f"vLLM cannot load the adapter: {error.got}"
-            raise EngineError("engine_refused", path, got, hint=hint) from None
+            finding = f"vLLM cannot load the adapter: {error.got}"
+            raise EngineError("engine_refused", path, finding, hint=hint) from None
         for request in others[:-1]:
             with suppress(EngineError):  # a server that was restarted does not have it
                 await self.servers.call_each(_UNLOAD_ADAPTER, {"lora_name": request["lora_name"]})
@@ -324,8 +324,8 @@ class VllmEngine:
         usual = fields | extra | sampling_fields(sampling, self.special_tokens)
         clash = sampling.extra.keys() & (usual.keys() | {"model", "cache_salt"})
         if clash:
-            got = f"these fields are already set: {', '.join(sorted(clash))}"
-            raise ConfigError("sampling", "extra", got)
+            finding = f"these fields are already set: {', '.join(sorted(clash))}"
+            raise ConfigError("sampling", "extra", finding)
         version = self.policy_version
 
         def body() -> dict[str, Any]:
@@ -345,9 +345,9 @@ class VllmEngine:
             if sampled is not None:
                 return sampled
             await asyncio.sleep(limits.wait_s(attempt))
-        got = f"the engine aborted {count(limits.max_attempts, 'response')}"
+        finding = f"the engine aborted {count(limits.max_attempts, 'response')}"
         hint = "find the reason in the server's log"
-        raise EngineError(ENGINE_DOWN, path, got, hint=hint)
+        raise EngineError(ENGINE_DOWN, path, finding, hint=hint)
 
     async def _probe(self) -> LogprobsMode:
         """Detect the mode: only processed log-probabilities depend on the temperature."""
@@ -357,8 +357,8 @@ class VllmEngine:
             if usual < -0.1:
                 return "processed" if abs(sharp - usual) > 0.05 else "raw"
         hint = 'pass logprobs_mode="raw" (vLLM\'s default) or "processed"'
-        got = "cannot tell raw from processed log-probabilities"
-        raise EngineError("engine_answer", _COMPLETIONS, got, hint=hint)
+        finding = "cannot tell raw from processed log-probabilities"
+        raise EngineError("engine_answer", _COMPLETIONS, finding, hint=hint)
 
     async def _top(self, prompt: list[int], temperature: float) -> float:
         fields = sampling_fields(Sampling(temperature=temperature, max_tokens=1))
@@ -384,7 +384,7 @@ def _digest(path: str) -> str:
 def _one_model(listed: Sequence[Models]) -> str:
     names = [models.data[0].id if models.data else None for models in listed]
     if None in names or len(set(names)) != 1:
-        got, hint = ", ".join(map(str, names)), "pass model=NAME"
-        message = f"/v1/models: the servers do not serve the same model: {got}"
-        raise EngineError("engine_answer", "/v1/models", got, hint=hint, message=message)
+        finding, hint = ", ".join(map(str, names)), "pass model=NAME"
+        message = f"/v1/models: the servers do not serve the same model: {finding}"
+        raise EngineError("engine_answer", "/v1/models", finding, hint=hint, message=message)
     return str(names[0])

@@ -99,8 +99,8 @@ class Transfers:
                     break
         else:
             return
-        got = "the server is paused, possibly because a weight transfer was interrupted"
-        raise EngineError("engine_refused", url, got, hint="restart the server")
+        finding = "the server is paused, possibly because a weight transfer was interrupted"
+        raise EngineError("engine_refused", url, finding, hint="restart the server")
 
     async def begin(self) -> None:
         """Ask each server, once, for its backend, and log how it will get weights.
@@ -176,8 +176,8 @@ class Transfers:
         told = await self._servers.call_one(url, "/weight_info", attempts=1)
         version = decode_line(_VERSION, told, "/weight_info").weight_version
         if version != str(policy_version):
-            got, expected = f"weights of version {version}", f"version {policy_version}"
-            raise EngineError("engine_answer", url, got, expected)
+            finding, expected = f"weights of version {version}", f"version {policy_version}"
+            raise EngineError("engine_answer", url, finding, expected)
 
     async def recover(self, url: str) -> None:
         """End a failed transfer on the server. The next transfer opens a new sender.

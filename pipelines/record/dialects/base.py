@@ -215,8 +215,8 @@ class Blocks:
         is_other = bool(call.id and function.name and last and call.id != last.id)
         if not is_same or is_other:
             if not function.name or (number <= self._call_index and not is_other):
-                got = f"pieces of tool call {number} after it ended, or before it has a name"
-                raise EngineError("engine_answer", "engine", got)
+                finding = f"pieces of tool call {number} after it ended, or before it has a name"
+                raise EngineError("engine_answer", "engine", finding)
             call_id = call.id or f"call_{self.id.removeprefix('chatcmpl-')}_{len(self.all)}"
             yield from self._begin(Block("call", id=call_id, name=function.name))
             self._call_index = number
@@ -348,8 +348,8 @@ def decoded(decoder: msgspec.json.Decoder[T], body: bytes, path: str) -> T:
 
 def inexpressible(path: str, what: str) -> InputError:
     """Return the error for a request that a chat completion cannot express."""
-    got = f"{what} cannot be sent to an engine of chat completions"
-    return InputError("dialect", path, got)
+    finding = f"{what} cannot be sent to an engine of chat completions"
+    return InputError("dialect", path, finding)
 
 
 def engine_messages(messages: Iterable[Message], path: str) -> list[Message]:

@@ -257,8 +257,11 @@ def tools(declarations: Any) -> list[Message] | None:
                 if not isinstance(declared, list) or not all(
                     isinstance(one, Mapping) for one in declared
                 ):
-                    got, expected = f"a value of type {type(value).__name__}", "a list of objects"
-                    raise InputError("record_type", name, got, expected)
+                    finding, expected = (
+                        f"a value of type {type(value).__name__}",
+                        "a list of objects",
+                    )
+                    raise InputError("record_type", name, finding, expected)
                 converted += [_function(function) for function in declared if "name" in function]
             else:
                 converted.append(function_tool(name))

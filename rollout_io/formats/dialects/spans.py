@@ -347,9 +347,9 @@ def protobuf_records(content: bytes, where: str) -> list[Any]:
     try:
         return [decoded(part) for part in _sized_parts(content)]
     except DecodeError:
-        got = "the file is no OTLP protobuf"
+        finding = "the file is no OTLP protobuf"
         raise InputError(
-            "unreadable_record", where, got, hint="export the traces as JSON"
+            "unreadable_record", where, finding, hint="export the traces as JSON"
         ) from None
 
 

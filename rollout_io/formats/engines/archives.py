@@ -103,22 +103,24 @@ def read_member(path: Path, name: str, where: str) -> bytes:
     try:
         member = archive.getinfo(name)
         if member.file_size > MAX_MEMBER_BYTES:
-            got = f"{member.file_size} bytes unpacked"
+            finding = f"{member.file_size} bytes unpacked"
             expected = f"at most {MAX_MEMBER_BYTES} bytes"
             hint = "read the archive with the program that wrote it"
-            raise InputError("zip_archive", where, got, expected, hint)
+            raise InputError("zip_archive", where, finding, expected, hint)
         if member.compress_type == _ZSTANDARD and not member.flag_bits & _ENCRYPTED:
             return _unpacked(path, member)
         with archive.open(member) as file:
             return file.read(MAX_MEMBER_BYTES)
     except KeyError:
-        got = "the archive no longer contains this member"
+        finding = "the archive no longer contains this member"
         hint = "convert the log after its writer has finished"
-        raise InputError("zip_archive", where, got, hint=hint) from None
+        raise InputError("zip_archive", where, finding, hint=hint) from None
     except RuntimeError as error:  # also an unknown compression method
-        got = " ".join(f"cannot unpack the member: {error}".split())
+        finding = " ".join(f"cannot unpack the member: {error}".split())
         hint = "unpack the archive, and pack it again with a zip program, without a password"
-        raise InputError("zip_archive", where, got, "deflate, Zstandard or none", hint) from None
+        raise InputError(
+            "zip_archive", where, finding, "deflate, Zstandard or none", hint
+        ) from None
     except _DAMAGE as error:
         raise _damaged(where, error) from None
 
@@ -152,6 +154,6 @@ def _archive(path: Path, _: Version) -> zipfile.ZipFile:
 
 
 def _damaged(where: str, error: Exception) -> InputError:
-    got = f"cannot unpack the archive: {' '.join(str(error).split()) or type(error).__name__}"
+    finding = f"cannot unpack the archive: {' '.join(str(error).split()) or type(error).__name__}"
     hint = "copy the file again: it is damaged or cut off"
-    return InputError("zip_archive", where, got, hint=hint)
+    return InputError("zip_archive", where, finding, hint=hint)

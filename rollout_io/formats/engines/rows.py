@@ -83,9 +83,9 @@ class Rows(Sessions):
             names = store.names(session)
             records = [*self._records_of(store, session, Input(name, place.path))]
         if [record.place.where for record in records[: len(places)]] != [p.where for p in places]:
-            got = "the session changed while it was being read"
+            finding = "the session changed while it was being read"
             hint = "convert the log after its writer has finished"
-            raise InputError("input_file", place.where, got, hint=hint)
+            raise InputError("input_file", place.where, finding, hint=hint)
         return names, records[: len(places)]
 
     def _file_of(self, place: Place) -> Any:

@@ -298,8 +298,8 @@ class Sessions(Grammar):
             self.read(self._lines(records, [i in run.copied for i, _ in places], log, ends), log)
         steps = [numbered for step in main.steps() for numbered in by_marks(step)]
         if not steps and main.error is None:
-            got = "the session has no model response"
-            raise main.unread or InputError("no_calls", run.places[0].where, got)
+            finding = "the session has no model response"
+            raise main.unread or InputError("no_calls", run.places[0].where, finding)
         return Trajectory(
             steps=steps,
             error=main.error,
@@ -375,12 +375,12 @@ def _last(start: str, after: Mapping[str, str | None]) -> str:
 def _repeated(file: File, other: File) -> Iterator[Rejected]:
     hint = "delete the copy of the file"
     for place, first in zip(file.places, other.places, strict=True):
-        got = f"the record is a copy of {first.where}"
-        yield Rejected(place, InputError(DUPLICATE, place.where, got, hint=hint))
+        finding = f"the record is a copy of {first.where}"
+        yield Rejected(place, InputError(DUPLICATE, place.where, finding, hint=hint))
 
 
 def _without_base(names: Names, base: Base) -> InputError:
-    got = f"the session continues session {base.session!r}"
+    finding = f"the session continues session {base.session!r}"
     expected = f"the first {base.num_records} records of that session"
     hint = "convert both sessions together: their prompts begin with these records"
-    return InputError("message", names.session, got, expected, hint)
+    return InputError("message", names.session, finding, expected, hint)

@@ -121,5 +121,5 @@ def _batches(path: Path, _: Version) -> Any:
 
 
 def _damaged(where: str, error: Exception) -> RolloutError:
-    got = " ".join(f"cannot read the file: {str(error) or type(error).__name__}".split())
-    return InputError("parquet_file", where, got, hint="copy the file again, or write it again")
+    finding = " ".join(f"cannot read the file: {str(error) or type(error).__name__}".split())
+    return InputError("parquet_file", where, finding, hint="copy the file again, or write it again")

@@ -39,7 +39,7 @@ class Numbers(NamedTuple):
         Raises:
             BrokenArray: The value is no such array.
         """
-        array, got = array_of(value), ""
+        array, finding = array_of(value), ""
         is_empty = array.size == 0
         is_other = array.dtype.kind not in self.kinds and not is_empty
         if (
@@ -47,17 +47,17 @@ class Numbers(NamedTuple):
             and isinstance(value, list | tuple)
             and bool in {*map(type, value)}
         ):
-            got = "booleans"
+            finding = "booleans"
         elif array.ndim != self.num_dimensions or is_other or (is_empty and array.ndim == 3):
-            got = "null" if value is None else f"{array.dtype} of shape {array.shape}"
-        if got:
-            raise BrokenArray(self.rules[0], got, _SHAPES[self.num_dimensions])
+            finding = "null" if value is None else f"{array.dtype} of shape {array.shape}"
+        if finding:
+            raise BrokenArray(self.rules[0], finding, _SHAPES[self.num_dimensions])
         if self.bounds is not None and not is_empty:
             low, high = self.bounds
             is_within = low <= array.min() <= array.max() <= high
             if not is_within or not np.array_equal(array, np.round(array)):
-                got = f"numbers in {array.min()}..{array.max()}"
-                raise BrokenArray(self.rules[1], got, f"whole numbers in {low}..{high}")
+                finding = f"numbers in {array.min()}..{array.max()}"
+                raise BrokenArray(self.rules[1], finding, f"whole numbers in {low}..{high}")
         with np.errstate(over="ignore"):  # overflow gives infinity, which the invariants reject
             return array.astype(self.dtype)
 

@@ -207,9 +207,9 @@ def other_api(response: Response, where: str) -> InputError | None:
         api = _MESSAGES
     if api is None:
         return None
-    got, expected = f"a response of {api}", "a chat or text completion with token ids"
+    finding, expected = f"a response of {api}", "a chat or text completion with token ids"
     hint = _GENERATE if api == _SGLANG_API else _LOG
-    return InputError("other_api", where, got, expected, hint)
+    return InputError("other_api", where, finding, expected, hint)
 
 
 def sglang(choice: Choice, where: str) -> InputError | None:
@@ -218,5 +218,5 @@ def sglang(choice: Choice, where: str) -> InputError | None:
     fields = [f"`{name}`" for name in names if bytes(getattr(choice, name)) != _NULL]
     if not fields:
         return None
-    got = f"the ids are in SGLang's fields ({' and '.join(fields)}), which are not read"
-    return InputError("other_api", where, got, "`choices[i].token_ids`", _SGLANG)
+    finding = f"the ids are in SGLang's fields ({' and '.join(fields)}), which are not read"
+    return InputError("other_api", where, finding, "`choices[i].token_ids`", _SGLANG)

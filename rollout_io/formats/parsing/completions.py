@@ -88,8 +88,8 @@ def _mark(step: Step, spans: Sequence[tuple[int, int]], where: str) -> None:
     marks = np.zeros(num_ids(step.response_ids), np.bool_)
     for start, end in spans:
         if not 0 <= start < end <= len(marks):
-            got, expected = f"the range {start}..{end}", f"ranges within 0..{len(marks)}"
-            raise InputError("record_type", f"{where}, redacted", got, expected)
+            finding, expected = f"the range {start}..{end}", f"ranges within 0..{len(marks)}"
+            raise InputError("record_type", f"{where}, redacted", finding, expected)
         marks[start:end] = True
     step.redacted, step.loss_mask = marks, ~marks
     step.texts, step.called = (), ()
@@ -103,10 +103,10 @@ def _in_order(choices: Sequence[Choice], where: str) -> Sequence[Choice]:
     choices = sorted(choices, key=lambda choice: choice.index)
     indices = [choice.index for choice in choices]
     if indices != list(range(len(choices))):
-        got = f"choices with the indices {indices}"
+        finding = f"choices with the indices {indices}"
         expected = f"each index from 0 to {len(choices) - 1} once"
         hint = "keep the response exactly as the engine returned it"
-        raise InputError("choice_index", where, got, expected, hint)
+        raise InputError("choice_index", where, finding, expected, hint)
     return choices
 
 
@@ -278,8 +278,8 @@ def _refuse_error(response: Response, where: str) -> None:
         reason = message if message[:1] == b'"' else bytes(response.detail)
     if reason == b"null" and response.object != "error":
         return
-    got = f"the engine returned an error: {cleaned(reason.decode())[:200]}"
-    raise InputError("no_response", where, got, hint=_FAILED)
+    finding = f"the engine returned an error: {cleaned(reason.decode())[:200]}"
+    raise InputError("no_response", where, finding, hint=_FAILED)
 
 
 def _joined(answer: list[Response | str] | str | None, where: str, *, echo: bool) -> Response:
@@ -317,11 +317,11 @@ def _has_text(piece: Choice) -> bool:
 def _refuse_partial(pieces: Sequence[Choice], place: str) -> None:
     """Reject a chunk with text but no ids if other chunks of the same choice have ids."""
     if any(ids_of(piece, place) != b"null" for piece in pieces):
-        got = "the chunk has text but no token ids, although other chunks have ids"
+        finding = "the chunk has text but no token ids, although other chunks have ids"
         hint = (
             "update the engine, or record the calls without streaming: ids of tool calls are lost"
         )
-        raise InputError("no_token_ids", place, got, "ids in every chunk with text", hint)
+        raise InputError("no_token_ids", place, finding, "ids in every chunk with text", hint)
 
 
 def _chunks(pieces: Iterable[Response | str], where: str) -> Iterable[Response]:
@@ -340,14 +340,14 @@ def _check_piece(choice: Choice, place: str) -> None:
     if text == b"null":
         return
     if text[:1] != b"[":
-        got = f"token_ids {cleaned(text.decode())[:40]}"
-        raise InputError("record_type", place, got, "a list of integers", _AS_IT_CAME)
+        finding = f"token_ids {cleaned(text.decode())[:40]}"
+        raise InputError("record_type", place, finding, "a list of integers", _AS_IT_CAME)
     if logprobs is None:
         return
     values = logprobs.token_logprobs if logprobs.content is None else logprobs.content
     if values is not None and len(values) != num_ids(text):
-        got, expected = count(len(values), "logprob"), f"{num_ids(text)}, one per token"
-        raise broken("lengths_align", place, got, expected)
+        finding, expected = count(len(values), "logprob"), f"{num_ids(text)}, one per token"
+        raise broken("lengths_align", place, finding, expected)
 
 
 def _usage_of(chunks: Sequence[Response]) -> Usage | None:
@@ -376,8 +376,8 @@ def _join_choice(index: int, pieces: Sequence[Choice], where: str) -> Choice:
     reasons = [p.finish_reason for p in pieces if p.finish_reason is not None]
     texts = [p.text for p in pieces if p.text is not None]
     if len(routes) > 1:
-        got = f"{len(routes)} streamed chunks have routed_experts; at most one may"
-        raise broken("routing_shape", where, got)
+        finding = f"{len(routes)} streamed chunks have routed_experts; at most one may"
+        raise broken("routing_shape", where, finding)
     return Choice(
         index=index,
         message=_join_deltas([p.delta for p in pieces if p.delta is not None]),

@@ -68,7 +68,9 @@ def run_of(
         )
         return
     others = Counter(copied.values()).most_common(1)
-    got = f"the session has no answer of its own: session {others[0][0]!r} has all {len(copied)}"
+    finding = (
+        f"the session has no answer of its own: session {others[0][0]!r} has all {len(copied)}"
+    )
     hint = "delete the copy, or convert it to a separate dataset"
     for place in places:
-        yield Rejected(place, InputError(DUPLICATE, place.where, got, hint=hint))
+        yield Rejected(place, InputError(DUPLICATE, place.where, finding, hint=hint))

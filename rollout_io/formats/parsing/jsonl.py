@@ -202,9 +202,11 @@ def contained(where: str) -> Iterator[None]:
     except (RolloutError, OSError):
         raise
     except Exception as error:
-        got = " ".join(f"reading the record failed with {type(error).__name__}: {error}".split())
+        finding = " ".join(
+            f"reading the record failed with {type(error).__name__}: {error}".split()
+        )
         hint = "report this as a bug, and attach the record"
-        raise InputError(UNREADABLE, where, got, hint=hint) from error
+        raise InputError(UNREADABLE, where, finding, hint=hint) from error
 
 
 def refuse_not_utf8(content: bytes, where: str, unit: _Unit = _LINE) -> None:
@@ -215,15 +217,17 @@ def refuse_not_utf8(content: bytes, where: str, unit: _Unit = _LINE) -> None:
         content.decode()
     except UnicodeDecodeError as error:
         byte, place = content[error.start], unit.position(error.start)
-        got = f"invalid UTF-8: 0x{byte:02x} {place}"
-        raise InputError(unit.error_id, where, got, hint="re-encode the file as UTF-8") from None
+        finding = f"invalid UTF-8: 0x{byte:02x} {place}"
+        raise InputError(
+            unit.error_id, where, finding, hint="re-encode the file as UTF-8"
+        ) from None
 
 
 def refuse_lfs_pointer(content: bytes, where: str) -> None:
     """Raise an error for a Git LFS pointer, which replaces a large file until it is fetched."""
     if content.startswith(b"version https://git-lfs"):
-        got = f"the file is a Git LFS pointer ({len(content)} bytes), not the actual data"
-        raise InputError("lfs_pointer", where, got, hint="fetch the file with `git lfs pull`")
+        finding = f"the file is a Git LFS pointer ({len(content)} bytes), not the actual data"
+        raise InputError("lfs_pointer", where, finding, hint="fetch the file with `git lfs pull`")
 
 
 def read_document(decoder: msgspec.json.Decoder[T], path: Path) -> tuple[T, int]:
@@ -239,11 +243,11 @@ def type_error(error: msgspec.ValidationError, where: str, whole: str | None = N
     match = _MISMATCH.fullmatch(str(error))
     if match is None:
         text, _, path = str(error).partition(" - at ")
-        got = f"{text[0].lower()}{text[1:]}" + (f" in {path}" if path else "")
-        return WrongType("record_type", where, got, hint=hint)
+        finding = f"{text[0].lower()}{text[1:]}" + (f" in {path}" if path else "")
+        return WrongType("record_type", where, finding, hint=hint)
     if whole and not match["path"]:
-        got, expected = (_WORDS.get(match[n].strip("`"), match[n]) for n in ("got", "expected"))
-        return WrongType("record_type", where, f"{got} as the entire {whole}", expected, hint)
+        finding, expected = (_WORDS.get(match[n].strip("`"), match[n]) for n in ("got", "expected"))
+        return WrongType("record_type", where, f"{finding} as the entire {whole}", expected, hint)
     place = f"{where}, {match['path'].strip('`')}" if match["path"] else where
     return WrongType("record_type", place, match["got"], match["expected"], hint)
 
@@ -252,9 +256,9 @@ def _syntax_error(
     error: msgspec.DecodeError, content: bytes, where: str, unit: _Unit
 ) -> InputError:
     if "truncated" in str(error):
-        got = f"the {unit.name} is cut off after {count(len(content.rstrip()), 'byte')}"
-        return InputError(unit.error_id, where, got, hint=unit.hint)
+        finding = f"the {unit.name} is cut off after {count(len(content.rstrip()), 'byte')}"
+        return InputError(unit.error_id, where, finding, hint=unit.hint)
     text = re.sub(r" \(byte (\d+)\)", lambda m: f" {unit.position(int(m[1]))}", str(error))
-    got = f"invalid JSON: {text.removeprefix('JSON is malformed: ')}"
+    finding = f"invalid JSON: {text.removeprefix('JSON is malformed: ')}"
     hint = f"repair the {unit.name}: JSON allows neither NaN nor comments"
-    return InputError(unit.error_id, where, got, hint=hint)
+    return InputError(unit.error_id, where, finding, hint=hint)

@@ -41,9 +41,9 @@ def read_record(place: Place) -> bytes:
     file = _descriptor(place.path)  # keeps the file open: another thread may clear the cache
     content = os.pread(file.number, place.num_bytes, place.offset)
     if len(content) != place.num_bytes:
-        got = "the file shrank while it was being read"
+        finding = "the file shrank while it was being read"
         hint = "convert the log after its writer has finished"
-        raise InputError("input_file", place.where, got, hint=hint)
+        raise InputError("input_file", place.where, finding, hint=hint)
     return slimmed(content, place.path.parent)
 
 
@@ -124,7 +124,7 @@ def named_in(content: bytes, key: str) -> str | None:
 
 def incomplete(places: Iterable[Place], damage: RolloutError) -> Iterator[Rejected]:
     """Reject the intact records of a run with a damaged record: partial runs are never used."""
-    got = f"another record of the same run is damaged ({damage.rule}: {damage.where})"
+    finding = f"another record of the same run is damaged ({damage.rule}: {damage.where})"
     hint = "delete the damaged record if the run is complete without it"
     for place in places:
-        yield Rejected(place, InputError(INCOMPLETE, place.where, got, hint=hint))
+        yield Rejected(place, InputError(INCOMPLETE, place.where, finding, hint=hint))

@@ -166,8 +166,8 @@ def read_message(raw: msgspec.Raw, where: str) -> Message:
     """Convert a logged message that corresponds to exactly one in OpenAI's format, `active` or not."""
     _, converted = _read(raw, where)
     if len(converted) > 1:
-        got = "the message has several tool results, or a tool result and other content"
-        raise bad_message(where, got)
+        finding = "the message has several tool results, or a tool result and other content"
+        raise bad_message(where, finding)
     return converted[0]
 
 
@@ -182,8 +182,8 @@ def with_marks(messages: list[Message], marks: Mapping[str, Any], where: str) ->
         return messages
     for name, value in stated.items():
         if value not in (0, 1):
-            got = f"`{name}` of an answer is {msgspec.json.encode(value).decode()[:40]}"
-            raise bad_message(where, got, "1 (trained on) or 0 (part of the prompt)")
+            finding = f"`{name}` of an answer is {msgspec.json.encode(value).decode()[:40]}"
+            raise bad_message(where, finding, "1 (trained on) or 0 (part of the prompt)")
     if all(stated.values()):
         return messages
     return [

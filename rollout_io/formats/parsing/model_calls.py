@@ -85,9 +85,9 @@ def steps_of(
         return [*conversations]
     if len(exact) < len(calls) and not failed:
         first = next(call for call, answer in answers if answer is None)
-        got = f"token ids are missing for {len(calls) - len(exact)} of {len(calls)} calls; "
-        got += f"this one has {_reason(first.answer)}"
-        raise InputError("no_token_ids", first.where, got, hint=ASK)
+        finding = f"token ids are missing for {len(calls) - len(exact)} of {len(calls)} calls; "
+        finding += f"this one has {_reason(first.answer)}"
+        raise InputError("no_token_ids", first.where, finding, hint=ASK)
     return [step for call, answer in exact for step in _exact(call, answer)]
 
 

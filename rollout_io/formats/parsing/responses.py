@@ -149,9 +149,9 @@ def _calls(items: Sequence[_Item], where: str) -> Iterator[range]:
     start = 0
     for i, item in enumerate(items):
         if item.is_answer and item.has_tokens:
-            got = "an input item has token ids, which only sampled items can have"
+            finding = "an input item has token ids, which only sampled items can have"
             hint = "keep the output exactly as the model server returned it"
-            raise InputError("sampled_item", f"{where}output[{i}]", got, hint=hint)
+            raise InputError("sampled_item", f"{where}output[{i}]", finding, hint=hint)
         if item.has_tokens:
             yield range(start, i + 1)
         elif item.is_answer and start < i:
@@ -173,16 +173,16 @@ def _refuse_missing(items: Sequence[_Item], calls: Sequence[range], where: str) 
         why = "its token fields are null"
     if any(value == [] for value in values):
         why = "its token fields are empty lists"
-    got = f"call {number} of {len(calls)} has no token ids: {why}"
-    raise InputError(NO_TOKENS, f"{where}output[{call[0]}]", got, hint=_ASK)
+    finding = f"call {number} of {len(calls)} has no token ids: {why}"
+    raise InputError(NO_TOKENS, f"{where}output[{call[0]}]", finding, hint=_ASK)
 
 
 def _step(item: _Item, place: str) -> Step:
     prompt, response, logprobs = (getattr(item, name) for name in TOKEN_FIELDS)
     missing = [name for name in TOKEN_FIELDS if not isinstance(getattr(item, name), list)]
     if missing:
-        got = f"the item has some token fields, but lacks {' and '.join(missing)}"
-        raise InputError("token_fields", place, got, hint=_ASK)
+        finding = f"the item has some token fields, but lacks {' and '.join(missing)}"
+        raise InputError("token_fields", place, finding, hint=_ASK)
     prompt_ids = token_ids(prompt, "prompt", place)
     response_ids = token_ids(response, "response", place)
     num_tokens = len(prompt_ids) + len(response_ids)
@@ -216,11 +216,11 @@ def _check_usage(usage: Usage | None, steps: Sequence[Step], where: str) -> None
     counts = [(len(step.prompt_token_ids), len(step.response_ids)) for step in steps]
     last, total = counts[-1], (sum(p for p, _ in counts), sum(r for _, r in counts))
     if (usage.input_tokens, usage.output_tokens) not in {total, last}:
-        got = f"`usage` reports {usage.input_tokens} + {usage.output_tokens} tokens, "
-        got += f"but the log has {total[0]} + {total[1]} ids"
-        got += f" ({last[0]} + {last[1]} in the last call)" if len(steps) > 1 else ""
+        finding = f"`usage` reports {usage.input_tokens} + {usage.output_tokens} tokens, "
+        finding += f"but the log has {total[0]} + {total[1]} ids"
+        finding += f" ({last[0]} + {last[1]} in the last call)" if len(steps) > 1 else ""
         hint = "collect the run again: ids are missing or belong to a different call"
-        raise InputError("usage_counts", where, got, hint=hint)
+        raise InputError("usage_counts", where, finding, hint=hint)
 
 
 def _without_tokens(raw: msgspec.Raw) -> RawItem:

@@ -32,9 +32,9 @@ def opened(path: Path, where: str) -> Iterator[sqlite3.Connection]:
             database.text_factory = lambda raw: raw.decode(errors="replace")
             yield database
     except (sqlite3.Error, OverflowError) as error:
-        got = " ".join(f"cannot read the database: {error}".split())
+        finding = " ".join(f"cannot read the database: {error}".split())
         hint = "copy the database again, with its -wal file"
-        raise InputError("sqlite_file", where, got, hint=hint) from None
+        raise InputError("sqlite_file", where, finding, hint=hint) from None
 
 
 def _wal(path: Path) -> Path:

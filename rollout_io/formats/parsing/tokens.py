@@ -134,16 +134,16 @@ def same_ids(ids: bytes, others: bytes, what: str, where: str) -> None:
         return
     first, second = strict_ids(ids, what, where), strict_ids(others, what, where)
     if not np.array_equal(first, second):
-        got = f"the two lists of {what} differ ({len(first)} and {count(len(second), 'id')})"
+        finding = f"the two lists of {what} differ ({len(first)} and {count(len(second), 'id')})"
         hint = "keep the response exactly as the engine returned it"
-        raise InputError("conflicting_ids", where, got, hint=hint)
+        raise InputError("conflicting_ids", where, finding, hint=hint)
 
 
 def usage_differs(what: str, num_tokens: int, counted: int, where: str) -> InputError:
     """Return the error for an engine's token count that differs from the number of ids."""
-    got = f"`usage` reports {count(counted, f'{what} token')}, but the call has {count(num_tokens, f'{what} id')}"
+    finding = f"`usage` reports {count(counted, f'{what} token')}, but the call has {count(num_tokens, f'{what} id')}"
     hint = "record the call again: ids are missing or belong to a different call"
-    return InputError("usage_counts", where, got, hint=hint)
+    return InputError("usage_counts", where, finding, hint=hint)
 
 
 def logprob_array(values: Sequence[float], num_tokens: int, where: str) -> npt.NDArray[np.float32]:
@@ -179,13 +179,15 @@ def route_array(raw: msgspec.Raw, num_tokens: int, place: str) -> npt.NDArray[np
     try:
         routes = _routes(raw)
     except ValueError as error:  # msgspec's errors are ValueErrors
-        got = f"the routing is not a list [tokens][layers][topk] of experts in 0..32767 ({error})"
-        raise broken("routing_shape", place, got) from None
+        finding = (
+            f"the routing is not a list [tokens][layers][topk] of experts in 0..32767 ({error})"
+        )
+        raise broken("routing_shape", place, finding) from None
     if routes is None:
         return None
     if routes.ndim != 3 or 0 in routes.shape or len(routes) > num_tokens:
-        got, expected = f"shape {routes.shape}", f"shape [1..{num_tokens} tokens][layers][topk]"
-        raise broken("routing_shape", place, got, expected)
+        finding, expected = f"shape {routes.shape}", f"shape [1..{num_tokens} tokens][layers][topk]"
+        raise broken("routing_shape", place, finding, expected)
     return routes
 
 

@@ -94,9 +94,9 @@ def _spread(
     else:
         if end == first + num_tokens or (has_gaps and end <= first + num_tokens):
             return versions
-    got = ", ".join(f"{span.start} to {span.end}" for span in spans[:5])
+    finding = ", ".join(f"{span.start} to {span.end}" for span in spans[:5])
     expected = f"spans in order that cover {first} to {first + num_tokens}"
-    raise broken("lengths_align", f"{where}, weight_versions", got, expected)
+    raise broken("lengths_align", f"{where}, weight_versions", finding, expected)
 
 
 def oldest(versions: Sequence[str]) -> int | None:

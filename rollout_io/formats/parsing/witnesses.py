@@ -55,13 +55,13 @@ def check_tokens(
         return None
     for text in texts:
         if text not in whole and not holds(whole, text):
-            got = f"the logprobs belong to the text {quoted(whole)}, not to {quoted(text)}"
-            raise InputError("logprob_tokens", where, got, hint=_HINT)
+            finding = f"the logprobs belong to the text {quoted(whole)}, not to {quoted(text)}"
+            raise InputError("logprob_tokens", where, finding, hint=_HINT)
     if (word := missing_word(whole, called)) is not None:
-        got = (
+        finding = (
             f"the tokens {quoted(whole)} do not contain {fragment(word)}, a word of the tool calls"
         )
-        raise InputError("logprob_tokens", where, got, hint=_LOST)
+        raise InputError("logprob_tokens", where, finding, hint=_LOST)
     return whole
 
 
@@ -114,8 +114,8 @@ def _plain_tokens(logprobs: Logprobs, where: str) -> Sequence[Any]:
     values, others = logprobs.token_logprobs, (logprobs.tokens, logprobs.text_offset)
     for listed in others:
         if listed is not None and values is not None and len(listed) != len(values):
-            got, expected = count(len(values), "logprob"), f"{len(listed)}, one per token"
-            raise InputError("logprob_tokens", where, got, expected, _HINT)
+            finding, expected = count(len(values), "logprob"), f"{len(listed)}, one per token"
+            raise InputError("logprob_tokens", where, finding, expected, _HINT)
     return logprobs.tokens or ()
 
 
@@ -129,8 +129,8 @@ def _check_names(names: Sequence[str], ids: Ids, where: str) -> None:
     if names == expected or len(names) != len(expected):
         return  # a different length: lengths_align reports it
     at = next(i for i, name in enumerate(names) if name != expected[i])
-    got = f"logprob {at} is for {names[at]!r}, but token_ids has id {parsed_ids[at]} there"
-    raise InputError("logprob_tokens", where, got, hint=_HINT)
+    finding = f"logprob {at} is for {names[at]!r}, but token_ids has id {parsed_ids[at]} there"
+    raise InputError("logprob_tokens", where, finding, hint=_HINT)
 
 
 def holds(whole: str, part: str) -> bool:

@@ -236,9 +236,9 @@ class ChunkAudit:
             largest = max(int(part.max(initial=0)) for part in tokens)
             if largest >= size:
                 one = self.weights.candidates[number]
-                got = f"token {largest}, but {one.name} ({one.path}) has {count(size, 'token')}"
+                finding = f"token {largest}, but {one.name} ({one.path}) has {count(size, 'token')}"
                 hint = "leave out candidates that have another tokenizer than the dataset"
-                raise InputError("audit_rows", self.rows.name(row), got, hint=hint)
+                raise InputError("audit_rows", self.rows.name(row), finding, hint=hint)
         scored = self.scored.setdefault(number, _unscored(self.rows))
         self._forward(policy, self.rows, wanted, scored)
         self.complete[number, wanted] = True

@@ -66,8 +66,10 @@ def find_candidates(paths: Sequence[str], base: str | None = None) -> list[Candi
     by_version: dict[int, Candidate] = {}
     for one in candidates:
         if one.version is not None and by_version.setdefault(one.version, one) is not one:
-            got = f"both {by_version[one.version].path} and {one.path} are version {one.version}"
-            raise ConfigError("weights", "--weights", got, hint=fix_of("weights"))
+            finding = (
+                f"both {by_version[one.version].path} and {one.path} are version {one.version}"
+            )
+            raise ConfigError("weights", "--weights", finding, hint=fix_of("weights"))
     return sorted(candidates, key=lambda one: (one.version is None, one.version or 0))
 
 
@@ -92,8 +94,8 @@ def _candidates_in(value: str, base: str | None) -> Iterator[Candidate]:
                 inside.append(directory)
                 yield _candidate(directory, version_of_run, base)
     if not inside:
-        got = "there are no weights in this directory" if path.is_dir() else "no such directory"
-        raise InputError("model_directory", value, got, hint=HINT)
+        finding = "there are no weights in this directory" if path.is_dir() else "no such directory"
+        raise InputError("model_directory", value, finding, hint=HINT)
 
 
 def _of_run(run: Path) -> Iterator[tuple[int, Path]]:
@@ -137,11 +139,11 @@ def _read_object(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        got = f"the file is damaged: {error}"
-        raise InputError("model_directory", str(path), got, hint=HINT) from None
+        finding = f"the file is damaged: {error}"
+        raise InputError("model_directory", str(path), finding, hint=HINT) from None
     if not isinstance(value, dict):
-        got = f"the file contains a {type(value).__name__}"
-        raise InputError("model_directory", str(path), got, "a JSON object", HINT)
+        finding = f"the file contains a {type(value).__name__}"
+        raise InputError("model_directory", str(path), finding, "a JSON object", HINT)
     return value
 
 
@@ -158,17 +160,17 @@ def _check_adapter(settings: dict[str, Any], path: Path) -> None:
     hint = "merge the adapter into its model with peft, and pass the merged model"
     numbers = [settings.get(name) for name in ("r", "lora_alpha")]
     if not all(isinstance(number, int | float) and number > 0 for number in numbers):
-        got = f"r is {numbers[0]!r} and lora_alpha {numbers[1]!r}"
-        raise InputError("model_load", str(path), got, "two positive numbers", hint)
+        finding = f"r is {numbers[0]!r} and lora_alpha {numbers[1]!r}"
+        raise InputError("model_load", str(path), finding, "two positive numbers", hint)
     targets = settings.get("target_modules")
     if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
-        got = f"target_modules is {str(targets)[:60]!r}"
-        raise InputError("model_load", str(path), got, "a list of names of layers", hint)
+        finding = f"target_modules is {str(targets)[:60]!r}"
+        raise InputError("model_load", str(path), finding, "a list of names of layers", hint)
     others = [name for name in _UNSUPPORTED if settings.get(name)]
     others += ["bias"] * (settings.get("bias", "none") not in {None, "none"})
     if others:
-        got = f"the adapter uses {', '.join(others)}, which an audit cannot apply"
-        raise InputError("model_load", str(path), got, hint=hint)
+        finding = f"the adapter uses {', '.join(others)}, which an audit cannot apply"
+        raise InputError("model_load", str(path), finding, hint=hint)
 
 
 def architecture(candidate: Candidate) -> str:

@@ -129,13 +129,13 @@ class IterationAudit:
 
     def _report(self, dataset: Path, result: AuditResult, num_rows: int, num_faulty: int) -> None:
         worst = result.faults.sort("log_likelihood_ratio", descending=True).row(0, named=True)
-        got = (
+        finding = (
             f"{num_faulty} of {count(num_rows, 'audited row')} {'were' if num_faulty > 1 else 'was'}"
             f" not sampled as labelled; trajectory '{worst['trajectory_id']}', row"
             f" {worst['step_index']}: {describe(worst)} ({worst['log_likelihood_ratio']:.0f} nats)"
         )
         causes = " ".join(likely_causes(result.verdicts, result.candidates)[:2])
-        text = f"{got}\nlikely cause: {causes}"
+        text = f"{finding}\nlikely cause: {causes}"
         is_certain = num_faulty >= min(ROWS_TO_STOP, num_rows)
         if self.config.loop.on_mismatch == "stop" and is_certain:
             command = f"rollouts audit {dataset} --weights {self.config.run.out}"

@@ -229,8 +229,8 @@ def derivatives(
     `entropies` are the policy's outputs ([M], nats).
     """
     if learner.config.loss.policy_loss_type == "distill":
-        got = "distill, whose loss does not follow from log-probabilities of single tokens"
-        raise InputError("teacher_logprobs", "loss.policy_loss_type", got, "another loss")
+        finding = "distill, whose loss does not follow from log-probabilities of single tokens"
+        raise InputError("teacher_logprobs", "loss.policy_loss_type", finding, "another loss")
     logprobs, entropies = (t.detach().requires_grad_() for t in (logprobs, entropies))
     with torch.enable_grad():
         targets = targets_of(batch, slot, (logprobs, entropies))
@@ -274,7 +274,7 @@ def check_rows_are_separate(
             alone = _alone(learner, rows.batch, at, outputs[at])
             if alone is not None and float((alone - c[at]).abs().max()) <= limit:
                 continue
-            got = (
+            finding = (
                 f"the loss of row {batch.names[int(number)]} depends on other rows of its"
                 " micro-batch, so the update cannot be split into the contributions of its rows"
             )
@@ -282,7 +282,7 @@ def check_rows_are_separate(
             raise InputError(
                 "blame_rows",
                 f"{POLICY_LOSS.place} {learner.config.loss.policy_loss_type}",
-                got,
+                finding,
                 hint=hint,
             )
 

@@ -101,10 +101,10 @@ def changed_config(config: TrainConfig, settings: Sequence[str]) -> TrainConfig:
     for setting in settings:
         key = ".".join(setting.partition("=")[0].strip().split(".")[:2])
         if key not in MAY_CHANGE:
-            got = f"`{key}`, which cannot change for a single update"
+            finding = f"`{key}`, which cannot change for a single update"
             expected = "a key of the loss, the advantages or the optimizer"
             hint = "start a run with it: rollouts train DS --model DIR --out RUN"
-            raise ConfigError("replay_change", f"--set {setting}", got, expected, hint)
+            raise ConfigError("replay_change", f"--set {setting}", finding, expected, hint)
     return build(TrainConfig, values)
 
 
@@ -161,9 +161,9 @@ def changed_run(run: Run, config: TrainConfig) -> Run:
         RolloutError: The dataset cannot be used with these settings.
     """
     if config.advantage.needs_critic and run.critic is None:
-        got = f"{config.advantage.estimator} needs a critic, which the run has not trained"
+        finding = f"{config.advantage.estimator} needs a critic, which the run has not trained"
         hint = "choose an estimator without a critic"
-        raise ConfigError("replay_change", "--set advantage.estimator", got, hint=hint)
+        raise ConfigError("replay_change", "--set advantage.estimator", finding, hint=hint)
     return open_run(
         config,
         resume=None,
@@ -201,8 +201,8 @@ def without_rows(run: Run, step: Step, changes: Changes) -> Step:
     chosen = _chosen(run, batch.origins, changes, used)
     leaves = trained & chosen[stored]
     if not (trained & ~leaves).any():
-        got, hint = "no row of the update remains", "leave fewer rows out"
-        raise InputError("replay_without", "--without", got, hint=hint)
+        finding, hint = "no row of the update remains", "leave fewer rows out"
+        raise InputError("replay_without", "--without", finding, hint=hint)
     gone = _rows_gone(batch, batch.origins, chosen, trained, leaves)
     # The removed rows move to a mini-batch that is never trained, so no denominator counts them.
     nowhere = len(batch.mini_batches)
@@ -247,13 +247,13 @@ def _chosen(run: Run, origins: Origins, changes: Changes, used: BoolArray) -> Bo
         chosen |= matches
         if (matches & used).any():
             continue
-        got = "no such row in the update"
+        finding = "no such row in the update"
         if matches.any():
-            got = f"{count(int(matches.sum()), 'row')}, none of which the update trains on"
+            finding = f"{count(int(matches.sum()), 'row')}, none of which the update trains on"
         examples = names.filter(used).unique(maintain_order=True).head(3).to_list()
         expected = f"rows that it trains on, such as the rows of {', '.join(examples)}"
         hint = f"list the rows of its dataset: rollouts inspect {run.config.data.dataset}"
-        raise InputError("replay_without", where, got, expected, hint)
+        raise InputError("replay_without", where, finding, expected, hint)
     return chosen
 
 

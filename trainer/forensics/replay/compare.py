@@ -248,11 +248,11 @@ def _opened(file: Path) -> Iterator[Any]:
     except (OSError, SafetensorError) as error:
         reason = str(error).partition("\n")[0]
         if file.parent.name == "state":
-            got = f"cannot read the state of the run: {reason}"
-            raise InputError("checkpoint_state", str(file), got) from error
-        got = f"cannot read the weights that the run saved: {reason}"
+            finding = f"cannot read the state of the run: {reason}"
+            raise InputError("checkpoint_state", str(file), finding) from error
+        finding = f"cannot read the weights that the run saved: {reason}"
         hint = f"restore {file.parent} from a copy, or move it out of the run to replay without it"
-        raise InputError("model_load", str(file), got, hint=hint) from error
+        raise InputError("model_load", str(file), finding, hint=hint) from error
 
 
 def _tensor_differences(

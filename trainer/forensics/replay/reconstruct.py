@@ -132,9 +132,11 @@ def reconstruct(
             forwarded.append(Forwarded(line, iteration_of(recorded, part) | metrics))
             _check_skipped(recorded, line, metrics)
         if not recorded.num_iterations:
-            got = f"the run has {count(progress.num_mini_batches, 'mini-batch', 'es')}"
+            finding = f"the run has {count(progress.num_mini_batches, 'mini-batch', 'es')}"
             expected = f"at least {target + 1}, as in metrics.jsonl"
-            raise InputError("resume_dataset", part.config.data.dataset, got, expected, ORIGINAL)
+            raise InputError(
+                "resume_dataset", part.config.data.dataset, finding, expected, ORIGINAL
+            )
 
 
 def iteration_of(recorded: RecordedRun, run: Run) -> dict[str, int]:
@@ -178,7 +180,7 @@ def _check_skipped(
     if then == now:
         return
     which = f"the mini-batch after update {line['global_step'] - (not then)}"
-    got = f"the run skipped {which}" if then else f"the run did not skip {which}"
-    got += ", but now it is not skipped" if then else ", but now it is skipped"
+    finding = f"the run skipped {which}" if then else f"the run did not skip {which}"
+    finding += ", but now it is not skipped" if then else ", but now it is skipped"
     hint = "replay on the machine of the run, with the same versions of its packages"
-    raise InputError("replay_skipped", str(recorded.path), got, hint=hint)
+    raise InputError("replay_skipped", str(recorded.path), finding, hint=hint)

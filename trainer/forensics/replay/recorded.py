@@ -59,15 +59,15 @@ class RecordedRun:
         }
         if update in index_of:
             return index_of[update]
-        got = f"no update {update}"
+        finding = f"no update {update}"
         where, expected = (
             str(self.path / "metrics.jsonl"),
             f"an update from 1 to {max(index_of, default=0)}",
         )
         if not index_of:
             text = f"{where}: the run has not made an update yet."
-            raise InputError("replay_update", where, got, message=text)
-        raise InputError("replay_update", where, got, expected)
+            raise InputError("replay_update", where, finding, message=text)
+        raise InputError("replay_update", where, finding, expected)
 
     def dataset_of(self, iteration: int) -> Path:
         """Return the dataset of an iteration of `rollouts rl`, counted from 0."""
@@ -122,9 +122,9 @@ def read_recorded(path: Path, places: Mapping[str, str] | None = None) -> Record
     """
     file, saved = path / "config.json", saved_config(path)
     if saved is None:
-        got = "the directory has no config.json, so it is not a run"
+        finding = "the directory has no config.json, so it is not a run"
         hint = "name the directory that `rollouts train` or `rollouts rl` wrote (--out)"
-        raise InputError("replay_run", str(path), got, hint=hint)
+        raise InputError("replay_run", str(path), finding, hint=hint)
     loop = saved.get("loop")
     num_iterations = loop.get("num_iterations") if isinstance(loop, dict) else None
     places = dict(places or {})
@@ -149,8 +149,8 @@ def refuse_changed(run: RecordedRun, dataset: str, update: int) -> None:
         InputError: `resume_dataset`: a row has changed or is missing.
     """
     if changed := changed_rows(recorded_rows(run.path, update), dataset):
-        got = f"the dataset has changed since the run trained on it: {changed}"
-        raise InputError("resume_dataset", dataset, got, hint=ORIGINAL)
+        finding = f"the dataset has changed since the run trained on it: {changed}"
+        raise InputError("resume_dataset", dataset, finding, hint=ORIGINAL)
 
 
 ORIGINAL = "replay with the original dataset: --set data.dataset=PATH"
@@ -163,9 +163,9 @@ def _check_places(config: TrainConfig, file: str, *, is_loop: bool) -> None:
         path = getattr(getattr(config, section), name)
         is_local = path is not None and "://" not in path and not set(path) & set("*?[")
         if is_local and not Path(path).exists():
-            got = f"the run's {key}, {path}, does not exist"
+            finding = f"the run's {key}, {path}, does not exist"
             hint = (
                 f"pass --set {key}=PATH if it has moved, or run the command in the directory in"
                 " which the run was started"
             )
-            raise ConfigError("replay_place", file, got, hint=hint)
+            raise ConfigError("replay_place", file, finding, hint=hint)

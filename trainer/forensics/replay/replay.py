@@ -283,11 +283,11 @@ def refuse_several_processes(verb: str) -> None:
 def _refuse_taken(out: Path, run: Path) -> None:
     """Refuse an output directory that exists or is inside the run."""
     if out.exists() or out.is_symlink():
-        got, hint = "the output path already exists", "choose a different --out, or remove it"
-        raise InputError("out_is_free", str(out), got, hint=hint)
+        finding, hint = "the output path already exists", "choose a different --out, or remove it"
+        raise InputError("out_is_free", str(out), finding, hint=hint)
     if out.resolve().is_relative_to(run.resolve()):
-        got, hint = "the output path is inside the run", "choose a directory outside the run"
-        raise InputError("out_is_free", str(out), got, hint=hint)
+        finding, hint = "the output path is inside the run", "choose a directory outside the run"
+        raise InputError("out_is_free", str(out), finding, hint=hint)
 
 
 def _write(out: Path, run: Run) -> None:
