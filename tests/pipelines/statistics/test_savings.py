@@ -22,7 +22,7 @@ from schemas.strategies import OPTIONAL_COLUMNS, rollout_tables
 from tests.conftest import ROOT
 from tests.helpers.examples import examples
 from tests.helpers.refusals import refused
-from tests.helpers.table_helpers import STEPS, write_example
+from tests.helpers.table_helpers import STEPS, seen_tokens, write_example
 
 relaxed = settings(
     deadline=None, suppress_health_check=list(HealthCheck), max_examples=examples(40)
@@ -96,7 +96,7 @@ def prefixes(rows, *key):
     return {
         (*(row[k] for k in key), tuple(tokens[:depth]))
         for row in rows
-        for tokens in [row["prompt_token_ids"] + row["response_ids"]]
+        for tokens in [seen_tokens(row)]
         for depth in range(1, len(tokens) + 1)
     }
 
@@ -125,8 +125,8 @@ def healthy(table):
 @given(rollout_tables(optional=WITHOUT_ROUTING), st.sampled_from(["prefix", "full"]))
 def test_savings_are_those_of_the_tries_and_merges_spelled_out(table, layout):
     kept = healthy(table)
-    rows = kept.select("instance_id", "trajectory_id", "prompt_token_ids", "response_ids")
-    rows = rows.to_dicts()
+    names = ("instance_id", "trajectory_id", "prompt_token_ids", "response_ids", "pictures")
+    rows = kept.select(name for name in names if name in kept.columns).to_dicts()
     expected = {"step": cost_of_rows(rows)}
     for rule in ("consecutive", "lineage"):
         merged = merge_table(kept.to_arrow(), rule).select(["prompt_token_ids", "response_ids"])
