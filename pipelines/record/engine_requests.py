@@ -216,7 +216,7 @@ def read_request(
         fields=fields,
         sent=changed,
         hidden=frozenset(hidden),
-        is_text=hidden >= _IDS and _is_absent(fields, "logprobs"),
+        is_text=hidden >= _IDS and not _asks_logprobs(kind, fields),
         num_choices=_whole(fields, "n") * num_prompts(bytes(fields.get("prompt", b""))),
         is_exact=is_exact,
         model=models[0] if models is not None and renamed else None,
@@ -241,10 +241,13 @@ def _may_ask_logprobs(kind: Kind, fields: Fields) -> bool:
     """True if `logprobs` can be added without the engine rejecting the request."""
     if not _is_absent(fields, "logprob_token_ids"):
         return False
-    if kind == "text":
-        return bytes(fields.get("logprobs", NULL)) == b"null"
-    no_top = bytes(fields.get("top_logprobs", NULL)) in {b"null", b"0"}
-    return no_top and _is_absent(fields, "logprobs")
+    no_top = kind == "text" or bytes(fields.get("top_logprobs", NULL)) in {b"null", b"0"}
+    return no_top and not _asks_logprobs(kind, fields)
+
+
+def _asks_logprobs(kind: Kind, fields: Fields) -> bool:
+    # In a chat, 0 is false; in a text completion, it asks for those of the sampled tokens.
+    return value_of(fields, "logprobs") not in ((None, False) if kind == "chat" else (None,))
 
 
 def _is_absent(fields: Fields, name: str) -> bool:

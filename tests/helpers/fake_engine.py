@@ -145,6 +145,8 @@ class FakeAnswer:
         ]
         self.ids = bool(body.get("return_token_ids"))
         asked = body.get("logprobs")
+        if is_chat and asked not in (None, False, True):  # 0 and 1, too, are numbers for vLLM
+            raise ValueError(asked)
         self.logprobs = bool(asked) if is_chat else asked is not None
         self.id = f"{'chatcmpl' if is_chat else 'cmpl'}-{seed}"
 

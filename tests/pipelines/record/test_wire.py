@@ -24,6 +24,7 @@ EXTRAS = [
     {"logprobs": True, "return_token_ids": True, "n": 2},
     {"stream_options": {"include_usage": True}},
     {"logprobs": None, "return_token_ids": False},
+    {"logprobs": 0},
     {"unknown": {"a": [1.5, None, "\u00e9\n"]}},
     {"n": "two"},
     {"messages": 3, "prompt": 3},
@@ -56,7 +57,7 @@ def test_a_client_sees_byte_for_byte_what_the_engine_would_have_told_it(
 
     asyncio.run(main())
     made = rows(tmp_path / "ds", "prompt_token_ids", "response_ids", "rollout_logprobs", "reward")
-    assert len(made) == 10
+    assert len(made) == 11
     for row in made:
         assert row["prompt_token_ids"] == [ord(c) % 1000 + 3 for c in "hello"]
         letters = [chr(token - 3) for token in row["response_ids"]]
