@@ -63,7 +63,7 @@ def test_a_client_sees_byte_for_byte_what_the_engine_would_have_told_it(
         letters = [chr(token - 3) for token in row["response_ids"]]
         expected = [-0.25 - ord(c) / 1000 for c in letters]
         assert row["rollout_logprobs"] == pytest.approx(expected, abs=1e-6)
-    assert [row["reward"] for row in made] == [0.0] * 9 + [1.0]
+    assert [row["reward"] for row in made] == [0.0] * 10 + [1.0]
 
 
 def test_only_what_was_not_asked_for_is_hidden():
