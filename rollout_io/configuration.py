@@ -79,9 +79,9 @@ def load_record(
             suggests the closest key) or missing; `config_value`: a value has the wrong type or is
             out of bounds.
     """
-    given = with_options(read_values(toml_path), options)
+    stated = with_options(read_values(toml_path), options)
     keys = Keys(kind, list_examples or {}, moved or {}, more)
-    values = checked_values(kind, given, overrides, str(toml_path), keys=keys)
+    values = checked_values(kind, stated, overrides, str(toml_path), keys=keys)
     check_required(values, required or {})
     return build(kind, values)
 
@@ -146,11 +146,16 @@ def checked_values(
                 if names:
                     value = _with_entry(values.get(key), names, value)
                 values[key] = _typed(types, keys, table, key, value, place)
-        for section, own in nested.items():
+        for section, section_overrides in nested.items():
             with unknown.collected():
                 name = f"{table}{section}."
                 values[section] = checked_values(
-                    types[section], given.get(section, {}), own, where, table=name, keys=keys
+                    types[section],
+                    given.get(section, {}),
+                    section_overrides,
+                    where,
+                    table=name,
+                    keys=keys,
                 )
     return values
 
@@ -170,11 +175,11 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
         >>> flat({"loss": {"eps": 1, "own": {}}, "evaluate": None})
         {'loss.eps': 1, 'loss.own': {}, 'evaluate': None}
     """
-    found: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for name, value in values.items():
         is_section = isinstance(value, Mapping)
-        found |= {f"{name}.{k}": v for k, v in value.items()} if is_section else {name: value}
-    return found
+        flattened |= {f"{name}.{k}": v for k, v in value.items()} if is_section else {name: value}
+    return flattened
 
 
 def with_options(values: Mapping[str, Any], options: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -184,13 +189,13 @@ def with_options(values: Mapping[str, Any], options: Mapping[str, Any] | None) -
         >>> with_options({"loss": {"eps": 1}}, {"loss.low": 2, "seed": None})
         {'loss': {'eps': 1, 'low': 2}}
     """
-    found = dict(values)
+    merged = dict(values)
     for dotted, value in (options or {}).items():
         section, *names = dotted.split(".")
         # What the file has in place of a section stays, so that it is refused.
-        if value is not None and (not names or isinstance(found.get(section, {}), Mapping)):
-            found = _with_entry(found, [section, *names], value)
-    return found
+        if value is not None and (not names or isinstance(merged.get(section, {}), Mapping)):
+            merged = _with_entry(merged, [section, *names], value)
+    return merged
 
 
 def _names(dotted: str, types: Mapping[str, Any], where: str) -> list[str]:
@@ -198,14 +203,14 @@ def _names(dotted: str, types: Mapping[str, Any], where: str) -> list[str]:
     if typing.get_origin(types.get(dotted.partition(".")[0])) is not dict:
         return [dotted]
     try:
-        found: Any = tomllib.loads(f"{dotted} = 0")
+        parsed: Any = tomllib.loads(f"{dotted} = 0")
     except tomllib.TOMLDecodeError as error:
         hint = 'quote names with characters other than letters, digits, _ and -: table."my.name"'
         finding = f"`{dotted}` is not a valid TOML key"
         raise ConfigError("config_key", where, finding, "", hint) from error
     names = []
-    while isinstance(found, dict):
-        ((name, found),) = found.items()
+    while isinstance(parsed, dict):
+        ((name, parsed),) = parsed.items()
         names.append(name)
     return names
 
@@ -243,9 +248,9 @@ def out_of_bounds(record: Any) -> Iterator[tuple[str, str, str]]:
         value = getattr(record, key)
         if value is not None and not _is_within(value, bound):
             yield key, str(value), expected
-    for key, known, expected in _literals(kind):
+    for key, allowed, expected in _literals(kind):
         value = getattr(record, key)
-        if value is not None and value not in known:
+        if value is not None and value not in allowed:
             yield key, repr(value), expected
 
 
@@ -301,10 +306,10 @@ def check_required(values: Mapping[str, Any], required: Mapping[str, str]) -> No
         ConfigError: `config_key`: a required key is missing or empty.
     """
     for key, what in required.items():
-        found: Any = values
+        value: Any = values
         for name in key.split("."):
-            found = found.get(name) if isinstance(found, Mapping) else None
-        if found is None or found == "":
+            value = value.get(name) if isinstance(value, Mapping) else None
+        if value is None or value == "":
             finding, message = f"no `{key}`", f"Missing key: {key} ({what})"
             raise ConfigError("config_key", "configuration", finding, what, message=message)
 
@@ -391,8 +396,8 @@ def type_in_words(kind: Any) -> str:
         return f"one of {', '.join(parts)}"
     if origin is tuple:
         return f"a list [{', '.join(map(type_in_words, parts))}]"
-    known = _IN_WORDS.get(origin or kind)
-    return known or " or ".join(map(type_in_words, parts))
+    words = _IN_WORDS.get(origin or kind)
+    return words or " or ".join(map(type_in_words, parts))
 
 
 def _from_text(text: str) -> Any:

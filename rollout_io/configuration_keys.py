@@ -50,8 +50,8 @@ class Keys:
         homes = [place] if place else []
         # The keys of sections by their last names, which may be the same in several sections.
         leaves: dict[str, list[str]] = {}
-        for known in filter(lambda known: "." in known, self.known()):
-            leaves.setdefault(known.rpartition(".")[2], []).append(known)
+        for dotted in filter(lambda dotted: "." in dotted, self.known()):
+            leaves.setdefault(dotted.rpartition(".")[2], []).append(dotted)
         near = difflib.get_close_matches(key, own, n=1, cutoff=_SIMILAR)
         name = key.rpartition(".")[2]  # the first part may be the name of no section
         if not homes and (name in leaves or not near):

@@ -67,7 +67,7 @@ def plugins(group: str) -> list[Plugin]:
         from importlib.metadata import entry_points
 
         return [Plugin(entry.name, entry.value) for entry in entry_points(group=group)]
-    return [found for of, found in _entry_points(_folders()) if of == group]
+    return [plugin for of, plugin in _entry_points(_folders()) if of == group]
 
 
 def _are_directories() -> bool:
@@ -80,11 +80,11 @@ def _are_directories() -> bool:
 
 def _folders() -> tuple[tuple[str, int], ...]:
     """Return the directories on `sys.path`, each with the time of its last change in nanoseconds."""
-    found = []
+    listed = []
     for folder in map(os.path.abspath, sys.path):
         with suppress(OSError):
-            found.append((folder, Path(folder).stat().st_mtime_ns))
-    return tuple(found)
+            listed.append((folder, Path(folder).stat().st_mtime_ns))
+    return tuple(listed)
 
 
 # Each verb asks for all verbs, and each conversion for all formats; reading takes 7 ms. Installing or
@@ -92,7 +92,7 @@ def _folders() -> tuple[tuple[str, int], ...]:
 @lru_cache(maxsize=1)
 def _entry_points(folders: tuple[tuple[str, int], ...]) -> list[tuple[str, Plugin]]:
     """Return the group and the plugin of each entry point."""
-    return [found for path in _distributions(folders) for found in _read(path)]
+    return [entry for path in _distributions(folders) for entry in _read(path)]
 
 
 def _distributions(folders: tuple[tuple[str, int], ...]) -> Iterator[Path]:

@@ -95,10 +95,10 @@ def require_ours(*packages: str) -> None:
     """
     for name in packages:
         ours = Path(__file__).parents[1] / name
-        found = _find(name) if name in PACKAGES else None
-        if found is None or found.resolve() == ours.resolve():
+        place = _find(name) if name in PACKAGES else None
+        if place is None or place.resolve() == ours.resolve():
             continue
-        file = found / "__init__.py" if found.is_dir() else found
+        file = place / "__init__.py" if place.is_dir() else place
         raise HiddenPackageError(
             f"{file} hides the package `{name}` of rollout-io ({ours}). Rename it, "
             "or keep its directory off the search path by running `rollouts` or `python -P`",
@@ -108,8 +108,8 @@ def require_ours(*packages: str) -> None:
 
 def _find(name: str) -> Path | None:
     """Return the package folder or module file that `import name` would load."""
-    known = sys.modules.get(name)
-    spec = importlib.util.find_spec(name) if known is None else known.__spec__
+    module = sys.modules.get(name)
+    spec = importlib.util.find_spec(name) if module is None else module.__spec__
     if spec is None or spec.origin is None:  # missing, or a folder without `__init__.py`
         return None
     file = Path(spec.origin)

@@ -63,8 +63,8 @@ def console(**options: Any) -> Console:
     from rich.segment import Segment
 
     class PrintableConsole(Console):
-        def render(self, *arguments: Any, **given: Any) -> Iterator[Segment]:
-            for text, style, control in super().render(*arguments, **given):
+        def render(self, *arguments: Any, **settings: Any) -> Iterator[Segment]:
+            for text, style, control in super().render(*arguments, **settings):
                 yield Segment(text if control else printable(text), style, control)
 
     return PrintableConsole(**options)

@@ -50,7 +50,7 @@ def break_types(draw: Draw, table: pa.Table) -> pa.Table:
     if way == "null element":
         name = draw(st.sampled_from(held))
         index, values = table.column_names.index(name), table.column(name).to_pylist()
-        row = draw(st.sampled_from([row for row, found in enumerate(values) if found]))
+        row = draw(st.sampled_from([row for row, value in enumerate(values) if value]))
         values[row][draw(st.integers(0, len(values[row]) - 1))] = None
         return table.set_column(index, name, pa.array(values, COLUMN_BY_NAME[name].type))
     if way == "retype":

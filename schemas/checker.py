@@ -118,32 +118,32 @@ class Checker:
             data: Any Arrow-compatible table, with `prompt_token_ids` or the prefix columns.
         """
         table = as_table(data)
-        found = [misnamed_columns(table)]
+        breaches = [misnamed_columns(table)]
         table = _first_of_each_name(table)
         types, unusable = check_types(table, self.num_rows)
         view = View(table, self.num_rows, unusable)
-        found.append(types)
+        breaches.append(types)
         for check in ROW_CHECKS:
-            found += check(view)
-        found += check_token_range(view, self._vocab_size)
-        found += check_prefix(view)
+            breaches += check(view)
+        breaches += check_token_range(view, self._vocab_size)
+        breaches += check_prefix(view)
         if view.has(*STRUCTURE_COLUMNS) and table.num_rows:
-            found += self._structure(view)
+            breaches += self._structure(view)
         self._note_training(view)
         self.num_rows += table.num_rows
-        return joined(found)
+        return joined(breaches)
 
     def finish(self) -> pl.DataFrame:
         """Return the breaches that can only be found at the end of the dataset."""
-        found = []
+        breaches = []
         if self.open_end is not None:
-            found.append(self._unfinished("final_row_is_last"))
+            breaches.append(self._unfinished("final_row_is_last"))
         if self._has_healthy_rows and not self._trains:
             rule, sentence = "mask_trains_something", "loss_mask is false for every token"
-            found.append(
+            breaches.append(
                 breach_frame(rule, [None], "loss_mask", ["all false"], ["some true"], sentence)
             )
-        return joined(found)
+        return joined(breaches)
 
     def _structure(self, view: View) -> Iterator[pl.DataFrame]:
         if self.open_end is not None:
@@ -158,8 +158,8 @@ class Checker:
     def _unfinished(self, rule: str) -> pl.DataFrame:
         row, column = self.num_rows - 1, "is_last_step"
         sentence, trajectory = UNMARKED_END, self.open_end
-        found = breach_frame(rule, [row], column, ["false"], ["true"], sentence, trajectory)
-        return found.with_columns(step_index=pl.lit(self._open_step, pl.Int64))
+        breach = breach_frame(rule, [row], column, ["false"], ["true"], sentence, trajectory)
+        return breach.with_columns(step_index=pl.lit(self._open_step, pl.Int64))
 
     def _note_training(self, view: View) -> None:
         if view.has("loss_mask"):
@@ -218,14 +218,14 @@ def check_types(
         missing.discard("prompt_token_ids")
     sentence = "the required column {column} is missing"
     finding, expected = "no such column", "a required column"
-    found = [_wrong(name, finding, expected, sentence) for name in sorted(missing)]
+    wrong = [_wrong(name, finding, expected, sentence) for name in sorted(missing)]
     declared = [n for n in table.column_names if n in COLUMN_BY_NAME or n in PREFIX_TYPES]
     misfits = [frame for name in declared for frame in _check_type(table, name)]
     unfit = frozenset(frame["column"].item() for frame in misfits)
     view = View(table, row_offset, unfit)
     for name in declared:
-        found += [] if name in unfit else _check_nulls(view, name)
-    breaches = joined([*found, *misfits, unreadable_text(table, row_offset, unfit)])
+        wrong += [] if name in unfit else _check_nulls(view, name)
+    breaches = joined([*wrong, *misfits, unreadable_text(table, row_offset, unfit)])
     return breaches, frozenset(breaches["column"].to_list())
 
 
@@ -239,23 +239,25 @@ def misnamed_columns(table: pa.Table) -> pl.DataFrame:
     """Check columns_and_types: names are unique and not empty, and Polars knows all types."""
     counts = Counter(table.column_names)
     sentence = "{got} are named {column!r}"
-    found = [_wrong(n, f"{num} columns", "one", sentence) for n, num in counts.items() if num > 1]
+    breaches = [
+        _wrong(n, f"{num} columns", "one", sentence) for n, num in counts.items() if num > 1
+    ]
     sentence = "the name {column!r} contains a NUL character"
-    found += [_wrong(n, "a NUL character", "none", sentence) for n in counts if "\0" in n]
+    breaches += [_wrong(n, "a NUL character", "none", sentence) for n in counts if "\0" in n]
     if "" in counts:
-        found.append(_wrong("", "a column without a name", "a name", "a column has no name"))
+        breaches.append(_wrong("", "a column without a name", "a name", "a column has no name"))
     sentence = "the column {column} has {got}; field names must be unique, without NUL characters"
-    found += [
+    breaches += [
         _wrong(column.name, f"{num} fields named {name!r}", "one", sentence)
         for column in table.schema
         for name, num in _repeated_fields(column.type)
     ]
-    found += [
+    breaches += [
         _wrong(column.name, str(column.type), "a type that Polars can read", _NO_TYPE)
         for column in table.schema
         if column.name not in {*COLUMN_BY_NAME, *PREFIX_TYPES} and not _is_known(column.type)
     ]
-    return joined(found)
+    return joined(breaches)
 
 
 @cache
@@ -277,7 +279,7 @@ def unreadable_text(
 
     Polars aborts with a panic on any other text, and Arrow itself does not check it.
     """
-    view, found = View(table, row_offset, frozenset(table.column_names)), []
+    view, breaches = View(table, row_offset, frozenset(table.column_names)), []
     first: dict[str, int] = {}
     for place, name in enumerate(table.column_names):
         first.setdefault(name, place)
@@ -301,8 +303,8 @@ def unreadable_text(
             "the text in column {column} is not UTF-8",
         )
         index = np.array(rows, np.int64)
-        found.append(view.breaches("columns_and_types", index, name, finding, "UTF-8", sentence))
-    return joined(found)
+        breaches.append(view.breaches("columns_and_types", index, name, finding, "UTF-8", sentence))
+    return joined(breaches)
 
 
 def _holds_text(kind: pa.DataType) -> bool:
@@ -340,12 +342,12 @@ def _first_of_each_name(table: pa.Table) -> pa.Table:
 def check_references(table: pa.Table) -> pl.DataFrame:
     """Return the breaches that would make decoding a `prefix` row group fail."""
     needs = frozenset(DECODE_COLUMNS)
-    known = table.select([name for name in table.column_names if name in needs])
-    types, unusable = check_types(known, required=needs.intersection(REQUIRED_COLUMNS))
-    found, view = [types], View(known, 0, unusable)
+    needed = table.select([name for name in table.column_names if name in needs])
+    types, unusable = check_types(needed, required=needs.intersection(REQUIRED_COLUMNS))
+    breaches, view = [types], View(needed, 0, unusable)
     if view.has(*needs):
-        found += [check_whole(view), *check_prefix(view)]
-    return joined(found)
+        breaches += [check_whole(view), *check_prefix(view)]
+    return joined(breaches)
 
 
 def _check_type(table: pa.Table, name: str) -> list[pl.DataFrame]:
@@ -360,23 +362,23 @@ def _check_type(table: pa.Table, name: str) -> list[pl.DataFrame]:
 
 
 def _check_nulls(view: View, name: str) -> list[pl.DataFrame]:
-    rule, values, found = "columns_and_types", view.table.column(name), []
+    rule, values, breaches = "columns_and_types", view.table.column(name), []
     if values.null_count and not is_nullable(name):
         rows = np.flatnonzero(to_numpy(values.is_null()))
-        found.append(
+        breaches.append(
             view.breaches(rule, rows, name, ["null"] * len(rows), "a value", "{column} is null")
         )
     rows = _rows_with_null_elements(values)
     if len(rows):
         finding, sentence = ["a null element"] * len(rows), "{column} contains a null element"
-        found.append(view.breaches(rule, rows, name, finding, "no null", sentence))
+        breaches.append(view.breaches(rule, rows, name, finding, "no null", sentence))
     if name == "token_source":
         texts = pl.Series(view.strings(name))
         unknown = texts.is_not_null() & ~texts.is_in(TOKEN_SOURCES)
         rows = unknown.arg_true().to_numpy()
         finding = [repr(text) for text in texts.filter(unknown)]
-        found.append(view.breaches(rule, rows, name, finding, " or ".join(TOKEN_SOURCES)))
-    return found
+        breaches.append(view.breaches(rule, rows, name, finding, " or ".join(TOKEN_SOURCES)))
+    return breaches
 
 
 def _rows_with_null_elements(values: pa.ChunkedArray) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -69,8 +69,8 @@ class RolloutError(ValueError):
     @property
     def sentence(self) -> str:
         """The message without the rule id."""
-        found = f"found {self.got}; expected {self.expected}" if self.expected else self.got
-        text = self.message or f"{self.where}: {found}"
+        facts = f"found {self.got}; expected {self.expected}" if self.expected else self.got
+        text = self.message or f"{self.where}: {facts}"
         return text if text.endswith((".", "!", "?")) else f"{text}."
 
     @property
@@ -84,8 +84,8 @@ class RolloutError(ValueError):
         error.where, error.hint = where, hint or self.hint
         if self.message is not None:
             named = self.where and self.where in self.message
-            told = self.message.replace(self.where, where, 1) if named else ""
-            error.message = told or f"{where}: {self.message}"
+            moved = self.message.replace(self.where, where, 1) if named else ""
+            error.message = moved or f"{where}: {self.message}"
         error.args = (self.rule, where, self.got, self.expected, error.hint)
         error.__notes__ = [f"Hint: {error.hint}"] if error.hint else []
         return error
@@ -133,8 +133,8 @@ def encode(error: RolloutError) -> dict[str, str | None]:
 
 def decode(encoded: Mapping[str, Any]) -> RolloutError:
     """Rebuild an error from the output of `encode`."""
-    given = [encoded[name] for name in _FIELDS]
-    return _KINDS[encoded["kind"]](*given, message=encoded["message"])
+    fields = [encoded[name] for name in _FIELDS]
+    return _KINDS[encoded["kind"]](*fields, message=encoded["message"])
 
 
 def raise_first(
@@ -171,10 +171,10 @@ def reasons_of(errors: Sequence[RolloutError]) -> str:
     for error in errors:
         by_rule.setdefault(error.rule, []).append(error)
     ordered = sorted(by_rule.items(), key=lambda item: -len(item[1]))
-    told = [f"{len(same):,} [{rule}] {_brief(same[0])}" for rule, same in ordered[:_MOST_RULES]]
+    texts = [f"{len(same):,} [{rule}] {_brief(same[0])}" for rule, same in ordered[:_MOST_RULES]]
     if len(ordered) > _MOST_RULES:
-        told.append(f"{sum(len(same) for _, same in ordered[_MOST_RULES:]):,} for other reasons")
-    return "; ".join(told)
+        texts.append(f"{sum(len(same) for _, same in ordered[_MOST_RULES:]):,} for other reasons")
+    return "; ".join(texts)
 
 
 def _brief(error: RolloutError) -> str:

@@ -87,9 +87,9 @@ class DatasetMetadata:
     @classmethod
     def decode(cls, pairs: Mapping[bytes, bytes] | None) -> DatasetMetadata:
         """Parse the output of `encode`; keys of other programs are ignored."""
-        found = _ours(pairs)
-        names = {field.name for field in dataclasses.fields(cls)} & found.keys()
-        values = {name: found[name] for name in names}
+        pairs_of_ours = _ours(pairs)
+        names = {field.name for field in dataclasses.fields(cls)} & pairs_of_ours.keys()
+        values = {name: pairs_of_ours[name] for name in names}
         for name in _LISTS & values.keys():
             if not isinstance(values[name], list):
                 raise _unreadable(name, values[name], "a list")
@@ -103,29 +103,29 @@ class DatasetMetadata:
         return cls(**values)
 
 
-def common(found: Mapping[str, DatasetMetadata], refused: Collection[str]) -> DatasetMetadata:
+def common(metadata_of: Mapping[str, DatasetMetadata], refused: Collection[str]) -> DatasetMetadata:
     """Combine the metadata of several datasets into one.
 
     A field that describes rows becomes None unless all datasets have the same value. The history
     and the outcome are copied from the first dataset.
 
     Args:
-        found: Metadata by path; at least one.
+        metadata_of: Metadata by path; at least one.
         refused: Fields that raise an error if their known values differ.
 
     Raises:
         InputError: `file_metadata`: two datasets differ in a field of `refused`.
     """
-    first = next(iter(found.values()))
+    first = next(iter(metadata_of.values()))
     for name in _OF_ROWS:
-        said = {path: getattr(metadata, name) for path, metadata in found.items()}
-        known = [path for path, value in said.items() if value is not None]
-        differs = [path for path in known if said[path] != said[known[0]]]
+        values = {path: getattr(metadata, name) for path, metadata in metadata_of.items()}
+        paths = [path for path, value in values.items() if value is not None]
+        differs = [path for path in paths if values[path] != values[paths[0]]]
         if differs and name in refused:
-            raise contradictory(f"{known[0]} and {differs[0]}", name)
-        if differs or len(known) < len(said):
+            raise contradictory(f"{paths[0]} and {differs[0]}", name)
+        if differs or len(paths) < len(values):
             first = first.replace(**{name: None})
-    models = {name for metadata in found.values() for name in metadata.models}
+    models = {name for metadata in metadata_of.values() for name in metadata.models}
     return first.replace(models=tuple(sorted(models)))
 
 
@@ -181,15 +181,15 @@ def upgrade(
 
 
 def _ours(pairs: Mapping[bytes, bytes] | None) -> dict[str, Any]:
-    found = {}
+    values = {}
     for key, value in (pairs or {}).items():
         # The id filters are large, and do not describe the dataset.
         if key.startswith(_KEY.encode()) and key != ID_FILTERS:
             try:
-                found[key.decode().removeprefix(_KEY)] = json.loads(value)
+                values[key.decode().removeprefix(_KEY)] = json.loads(value)
             except (ValueError, RecursionError):
                 raise _unreadable(repr(key)[2:-1], value, "JSON") from None
-    return found
+    return values
 
 
 def _unreadable(name: str, got: object, expected: str) -> InputError:

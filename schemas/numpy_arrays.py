@@ -99,9 +99,9 @@ def to_arrow(
     validity = None if mask is None else pa.py_buffer(np.packbits(~mask, bitorder="little"))
     is_bool = values.dtype == np.bool_
     data = np.packbits(values, bitorder="little") if is_bool else np.ascontiguousarray(values)
-    own = pa.from_numpy_dtype(values.dtype)
-    array = pa.Array.from_buffers(own, len(values), [validity, pa.py_buffer(data)])
-    return array if kind is None or kind == own else array.cast(kind)
+    stored_kind = pa.from_numpy_dtype(values.dtype)
+    array = pa.Array.from_buffers(stored_kind, len(values), [validity, pa.py_buffer(data)])
+    return array if kind is None or kind == stored_kind else array.cast(kind)
 
 
 def to_frame(columns: Mapping[str, pa.Array | pa.ChunkedArray]) -> pl.DataFrame:

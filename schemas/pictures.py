@@ -92,8 +92,8 @@ def picture_lengths(table: pa.Table) -> tuple[IntArray, pa.Array]:
     counts = list_lengths(pictures)
     row = np.repeat(np.arange(len(counts)), counts)
     lengths = pc.struct_field(pc.list_flatten(cast_column(pictures, PICTURES_TYPE)), "length")
-    known = filled(lengths, 0)
-    sums = np.bincount(row, known, len(counts)).astype(np.int64)
+    filled_lengths = filled(lengths, 0)
+    sums = np.bincount(row, filled_lengths, len(counts)).astype(np.int64)
     unknown = np.bincount(row, to_numpy(lengths.is_null()), len(counts)) > 0
     return counts, to_arrow(sums, mask=unknown)
 

@@ -177,8 +177,8 @@ def ragged_array(
     """Return a list array of type `kind` from one 1-D array per row; None becomes null."""
     lengths = [0 if row is None else len(row) for row in rows]
     offsets = offsets_of(np.array(lengths, np.int64))
-    known = [row for row in rows if row is not None]
-    values = _joined(known) if known else np.zeros(0, kind.value_type.to_pandas_dtype())
+    present = [row for row in rows if row is not None]
+    values = _joined(present) if present else np.zeros(0, kind.value_type.to_pandas_dtype())
     valid = np.array([row is not None for row in rows], np.bool_)
     return Ragged(values, offsets, valid).to_arrow(kind.value_type)
 

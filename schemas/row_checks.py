@@ -74,13 +74,13 @@ def check_token_range(view: View, vocab_size: int | None) -> Iterator[pl.DataFra
 def check_rewards(view: View) -> Iterator[pl.DataFrame]:
     """Check reward_finite and reward_matches_rewards."""
     scalar = to_numpy(view.table.column("reward")) if view.has("reward") else None
-    known = ~view.is_null("reward")
+    has_reward = ~view.is_null("reward")
     if scalar is not None:
-        rows = np.flatnonzero(known & ~np.isfinite(scalar))
+        rows = np.flatnonzero(has_reward & ~np.isfinite(scalar))
         finding = [str(x) for x in scalar[rows]]
         expected, sentence = "a finite number or null", "reward is {got}; it must be finite or null"
         yield view.breaches("reward_finite", rows, "reward", finding, expected, sentence)
-        scalar = np.where(known, scalar, np.nan)
+        scalar = np.where(has_reward, scalar, np.nan)
         if view.has("segments"):
             yield _step_rewards(view, scalar)
     if not view.has("rewards"):
@@ -249,10 +249,10 @@ def check_redacted(view: View) -> Iterator[pl.DataFrame]:
     row = np.repeat(np.arange(len(marks.valid)), marks.lengths)
     inside = np.arange(len(row)) - marks.offsets[row]
     # Masks of another length are reported by lengths_align.
-    known = np.flatnonzero(marks.values & (inside < mask.lengths[row]))
-    found = known[mask.values[mask.offsets[row[known]] + inside[known]]]
-    rows, first = np.unique(row[found], return_index=True)
-    finding = [f"token {at}" for at in inside[found][first]]
+    within = np.flatnonzero(marks.values & (inside < mask.lengths[row]))
+    trained = within[mask.values[mask.offsets[row[within]] + inside[within]]]
+    rows, first = np.unique(row[trained], return_index=True)
+    finding = [f"token {at}" for at in inside[trained][first]]
     sentence = "{column} is true at {got}, which loss_mask trains on; expected {expected}"
     expected = "loss_mask false at redacted tokens"
     yield view.breaches("redacted_untrained", rows, "redacted", finding, expected, sentence)
@@ -313,12 +313,12 @@ def check_prompts(view: View) -> Iterator[pl.DataFrame]:
         for index, at in zip(answer[alike].tolist(), message[alike].tolist(), strict=True)
         if ranges.trains(index) and ranges.begins(index, prompt.values[at:])
     ]
-    found = list(_unexplained(ranges, repeated, first_rows(view)))
+    repeating = list(_unexplained(ranges, repeated, first_rows(view)))
     finding = [
-        f"its {ranges.length[i]} sampled tokens as the last assistant message" for i in found
+        f"its {ranges.length[i]} sampled tokens as the last assistant message" for i in repeating
     ]
     expected = "a prompt that ends before its response"
-    rows = ranges.row[np.array(found, np.int64)]
+    rows = ranges.row[np.array(repeating, np.int64)]
     sentence = "the last assistant message of the prompt is the response itself"
     yield view.breaches("response_in_prompt", rows, "prompt_token_ids", finding, expected, sentence)
 

@@ -119,10 +119,10 @@ def broken_tables(draw: Draw, rule: str) -> pa.Table:
         return break_types(draw, draw(rollout_tables(min_trajectories=1, pictures=False)))
     assert rule in BREAKERS, f"{rule} has no entry in BREAKERS of schemas/breakers.py"
     breaker = BREAKERS[rule]
-    given = rollout_tables(
+    sound = rollout_tables(
         min_trajectories=2, optional=breaker.columns, errors=False, user_column=False
     )
-    rows = draw(given).to_pylist()
+    rows = draw(sound).to_pylist()
     optional = breaker.apply(draw, rows) or breaker.columns
     return table_of(rows, optional)
 
@@ -185,48 +185,48 @@ def _step(
 
 
 def _per_token(draw: Draw, row: Row, optional: tuple[str, ...], *, failed: bool) -> Row:
-    num, made = len(row["response_ids"]), Row()
+    num, columns = len(row["response_ids"]), Row()
     present = [name for name in optional if draw(st.integers(0, 9)) > 0]
     if "rollout_logprobs" in optional:
         values = draw(st.lists(_LOGPROBS, min_size=num, max_size=num))
-        made["rollout_logprobs"] = values if "rollout_logprobs" in present else None
+        columns["rollout_logprobs"] = values if "rollout_logprobs" in present else None
     if "sampling_support" in optional:
         present_ids = "sampling_support" in present
-        made["sampling_support"] = _sets(draw, row["response_ids"]) if present_ids else None
+        columns["sampling_support"] = _sets(draw, row["response_ids"]) if present_ids else None
     if "policy_versions" in optional:
         versions = draw(st.lists(st.integers(0, 3), min_size=num, max_size=num))
-        made["policy_versions"] = versions if "policy_versions" in present else None
+        columns["policy_versions"] = versions if "policy_versions" in present else None
         if "policy_version" in optional and "policy_versions" in present:
-            made["policy_version"] = min(versions, default=0)
+            columns["policy_version"] = min(versions, default=0)
     if "trainer_logprobs" in optional:
         values = draw(st.lists(_LOGPROBS, min_size=num, max_size=num))
-        made["trainer_logprobs"] = values if "trainer_logprobs" in present else None
+        columns["trainer_logprobs"] = values if "trainer_logprobs" in present else None
     both = {"teacher_token_ids", "teacher_logprobs"}
     if both <= set(optional) and draw(st.booleans()):
-        made["teacher_token_ids"] = ids = _sets(draw, row["response_ids"])
-        made["teacher_logprobs"] = [[draw(_LOGPROBS) for _ in own] for own in ids]
+        columns["teacher_token_ids"] = ids = _sets(draw, row["response_ids"])
+        columns["teacher_logprobs"] = [[draw(_LOGPROBS) for _ in set_ids] for set_ids in ids]
     if "redacted" in present:
-        made["redacted"] = marks = draw(st.lists(st.booleans(), min_size=num, max_size=num))
+        columns["redacted"] = marks = draw(st.lists(st.booleans(), min_size=num, max_size=num))
         pairs = zip(row["loss_mask"], marks, strict=True)
-        made["loss_mask"] = [trains and not mark for trains, mark in pairs]
-    made["reward"] = draw(_HALVES) if "reward" in present and not failed else None
-    made["rewards"] = None
+        columns["loss_mask"] = [trains and not mark for trains, mark in pairs]
+    columns["reward"] = draw(_HALVES) if "reward" in present and not failed else None
+    columns["rewards"] = None
     if (
         "rewards" in present
         and num
         and not failed
-        and ("reward" not in optional or made["reward"] is not None)
+        and ("reward" not in optional or columns["reward"] is not None)
     ):
-        made["rewards"] = draw(st.lists(_HALVES, min_size=num, max_size=num))
-        made["reward"] = sum(made["rewards"])
-    made["segments"] = None
+        columns["rewards"] = draw(st.lists(_HALVES, min_size=num, max_size=num))
+        columns["reward"] = sum(columns["rewards"])
+    columns["segments"] = None
     if "segments" in present and num and draw(st.integers(0, 3)) == 0:
-        made["segments"] = _segments(draw, num, row["step_index"])
-    made["rollout_expert_indices"] = None
+        columns["segments"] = _segments(draw, num, row["step_index"])
+    columns["rollout_expert_indices"] = None
     total = num + len(row["prompt_token_ids"])
     if "rollout_expert_indices" in present and total:
-        made["rollout_expert_indices"] = _routes(draw, draw(st.integers(1, total)))
-    return made
+        columns["rollout_expert_indices"] = _routes(draw, draw(st.integers(1, total)))
+    return columns
 
 
 def _prompt(draw: Draw, earlier: list[Row]) -> tuple[list[int], list[Row]]:
@@ -236,14 +236,16 @@ def _prompt(draw: Draw, earlier: list[Row]) -> tuple[list[int], list[Row]]:
         return fresh, []
     parent = earlier[-1] if draw(st.booleans()) else draw(st.sampled_from(earlier))
     tokens: list[int] = parent["prompt_token_ids"] + parent["response_ids"]
-    kept = len(tokens) if draw(st.booleans()) else draw(st.integers(0, len(tokens)))
+    num_repeated = len(tokens) if draw(st.booleans()) else draw(st.integers(0, len(tokens)))
     pictures = [
         entry
         for entry in parent.get("pictures") or ()
-        if (entry["start"] is None or entry["start"] + entry["length"] <= kept)
+        if (entry["start"] is None or entry["start"] + entry["length"] <= num_repeated)
         and draw(st.integers(0, 4))
     ]
-    return tokens[:kept] + (fresh if draw(st.booleans()) or not kept else []), pictures
+    return tokens[:num_repeated] + (
+        fresh if draw(st.booleans()) or not num_repeated else []
+    ), pictures
 
 
 def _segments(draw: Draw, num_tokens: int, step_index: int) -> list[Row]:

@@ -124,11 +124,11 @@ def _boundaries(view: View, runs: Runs) -> pl.DataFrame:
     differs[-1:] = False  # the next table, or final_row_is_last, decides this
     rule, column = "boundary_alignment", "is_last_step"
     early, late = np.flatnonzero(differs & last), np.flatnonzero(differs & ~last)
-    found = [
+    breaches = [
         view.breaches(rule, early, column, ["true"] * len(early), "false", _EARLY_END),
         view.breaches(rule, late, column, ["false"] * len(late), "true", UNMARKED_END),
     ]
-    return joined(found).sort("row")
+    return joined(breaches).sort("row")
 
 
 def check_outcome(view: View, runs: Runs) -> Iterator[pl.DataFrame]:
@@ -136,11 +136,11 @@ def check_outcome(view: View, runs: Runs) -> Iterator[pl.DataFrame]:
     if not view.has("reward"):
         return
     reward = to_numpy(view.table.column("reward"))
-    known = ~view.is_null("reward")
-    carries = known & np.isfinite(reward) & (reward != 0)
+    has_reward = ~view.is_null("reward")
+    carries = has_reward & np.isfinite(reward) & (reward != 0)
     carries[runs.end] = False
     inner = np.bincount(runs.run, carries, minlength=len(runs.start)) > 0
-    without = ~known[runs.end] | (reward[runs.end] == 0)
+    without = ~has_reward[runs.end] | (reward[runs.end] == 0)
     without &= view.is_null("segments")[runs.end]  # a merged row's reward is a sum
     rows = runs.end[inner & without & view.is_null("error")[runs.end]]
     finding, expected = ["reward on earlier rows only"] * len(rows), "reward on the last row"

@@ -50,9 +50,9 @@ class _Sets:
     def repeats(self) -> BoolArray:
         """[S] True where a set has the same id again."""
         order = np.lexsort((self.ids, self.token))
-        found = np.zeros(len(order), np.bool_)
-        found[order[1:]] = (np.diff(self.ids[order]) == 0) & (np.diff(self.token[order]) == 0)
-        return found
+        is_repeated = np.zeros(len(order), np.bool_)
+        is_repeated[order[1:]] = (np.diff(self.ids[order]) == 0) & (np.diff(self.token[order]) == 0)
+        return is_repeated
 
 
 def check_support(view: View) -> Iterator[pl.DataFrame]:
@@ -78,17 +78,17 @@ def check_teacher(view: View) -> Iterator[pl.DataFrame]:
     names = [name for name in (TEACHER_IDS, TEACHER_LOGPROBS) if view.has(name)]
     if not names:
         return
-    known = {name: _Sets.of(view, name) for name in names}
+    sets = {name: _Sets.of(view, name) for name in names}
     bad: list[IntArray] = []
-    if TEACHER_IDS in known:
-        bad.append(known[TEACHER_IDS].row[known[TEACHER_IDS].repeats()])
-    if TEACHER_LOGPROBS in known:
-        values = known[TEACHER_LOGPROBS]
+    if TEACHER_IDS in sets:
+        bad.append(sets[TEACHER_IDS].row[sets[TEACHER_IDS].repeats()])
+    if TEACHER_LOGPROBS in sets:
+        values = sets[TEACHER_LOGPROBS]
         bad.append(values.row[~(np.isfinite(values.ids) & (values.ids <= 0))])
     if len(names) == 1:
-        bad.append(known[names[0]].row)
+        bad.append(sets[names[0]].row)
     else:
-        ids, values = (known[name] for name in names)
+        ids, values = (sets[name] for name in names)
         # Ranges of equal elements: a token's ids and values have the same place in both.
         size = min(len(ids.token), len(values.token))
         differs = (ids.row[:size] != values.row[:size]) | (

@@ -99,20 +99,20 @@ class View:
         if not len(rows):
             return _NONE
         wanted = [expected] * len(rows) if isinstance(expected, str) else list(expected)
-        found = breach_frame(rule, (rows + self.row_offset).tolist(), column, got, wanted, sentence)
+        frame = breach_frame(rule, (rows + self.row_offset).tolist(), column, got, wanted, sentence)
         index = to_arrow(rows)
         if self.has("trajectory_id"):
             ids = self.strings("trajectory_id").take(index).to_pylist()
-            found = found.with_columns(trajectory_id=pl.Series(ids, dtype=pl.String))
+            frame = frame.with_columns(trajectory_id=pl.Series(ids, dtype=pl.String))
         if self.has("step_index"):
             steps = self.table.column("step_index").take(index).to_pylist()
-            found = found.with_columns(step_index=pl.Series(steps, dtype=pl.Int64))
-        return found
+            frame = frame.with_columns(step_index=pl.Series(steps, dtype=pl.Int64))
+        return frame
 
 
 def joined(breaches: Iterable[pl.DataFrame]) -> pl.DataFrame:
     """Concatenate breaches into one frame."""
-    return pl.concat([_NONE, *(found for found in breaches if len(found))])
+    return pl.concat([_NONE, *(frame for frame in breaches if len(frame))])
 
 
 def breach_frame(
@@ -136,8 +136,8 @@ def breach_frame(
             "got": list(got),
             "expected": list(expected),
             "message": [
-                sentence.format(column=column, got=found, expected=wanted)
-                for found, wanted in zip(got, expected, strict=True)
+                sentence.format(column=column, got=value, expected=wanted)
+                for value, wanted in zip(got, expected, strict=True)
             ],
         },
         schema=BREACH_SCHEMA,

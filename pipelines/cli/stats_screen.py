@@ -94,8 +94,8 @@ def _counts(numbers: Mapping[str, Any]) -> Iterable[RenderableType]:
     )
     if pictures := numbers["num_pictures"]:
         tokens = numbers["num_picture_tokens"]
-        told = "an unknown number of tokens" if tokens is None else count(tokens, "token")
-        yield Text(f"{count(pictures, 'picture')} of {told}, as often as rows repeat them")
+        size = "an unknown number of tokens" if tokens is None else count(tokens, "token")
+        yield Text(f"{count(pictures, 'picture')} of {size}, as often as rows repeat them")
     if without:
         yield Text(f"{count(without, 'row')} without log-probabilities")
     if retokenized := numbers["num_rows_retokenized"]:

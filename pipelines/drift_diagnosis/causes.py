@@ -96,14 +96,14 @@ class Parting:
         return returns(lost_answer, self.now)
 
 
-def tell(found: Break, parting: Parting, read: Callable[[], Reading | None]) -> Told:
+def tell(broken: Break, parting: Parting, read: Callable[[], Reading | None]) -> Told:
     """Determine the cause of a break that resumes no earlier step, and the evidence for it.
 
     Evidence is tried in this order: the prefix tree and the agents; pictures; text or messages; token
     ids.
 
     Args:
-        found: The break.
+        broken: The break.
         parting: The tokens on both sides.
         read: Function that compares the text or messages of both sides; returns None if neither is
             available.
@@ -114,40 +114,40 @@ def tell(found: Break, parting: Parting, read: Callable[[], Reading | None]) -> 
     if not len(parting.lost):
         return "overlap", "the prompt repeats that entire step, which another step continues"
     if parting.lost[0] == parting.now[0]:
-        return _other_picture(found)
+        return _other_picture(broken)
     reading = read()
-    if found.is_new_agent and (reading is None or reading[0] not in _REPEATS):
-        if found.fork >= 0:
+    if broken.is_new_agent and (reading is None or reading[0] not in _REPEATS):
+        if broken.fork >= 0:
             return "overlap", "another agent branches off a history that another step continues"
         return "new_agent", "the first step of this agent"
     if reading is None:
-        return _from_ids(found, parting)
+        return _from_ids(broken, parting)
     change, evidence = reading
-    if change == "messages" and found.fork >= 0 and not parting.answer_returns:
+    if change == "messages" and broken.fork >= 0 and not parting.answer_returns:
         return "overlap", "the prompt repeats an entire earlier step, but not its continuation"
-    if change == "system" and found.is_new_agent is False:
+    if change == "system" and broken.is_new_agent is False:
         return "reset", evidence
     return _BY_CHANGE[change], evidence
 
 
-def _other_picture(found: Break) -> Told:
+def _other_picture(broken: Break) -> Told:
     """Explain a break at equal token ids: only a picture differs there."""
-    if found.fork >= 0:
+    if broken.fork >= 0:
         return (
             "overlap",
             "the prompt repeats an entire earlier step, and then shows another picture",
         )
-    if found.is_new_agent:
+    if broken.is_new_agent:
         return "new_agent", "the first step of this agent"
     return "picture", "the token ids are the same, but the picture at them is another"
 
 
-def _from_ids(found: Break, parting: Parting) -> Told:
+def _from_ids(broken: Break, parting: Parting) -> Told:
     """Find the cause from ids only, which reveal dropped messages, but not why tokens changed."""
     if parting.shared < parting.num_prompt and not parting.answer_returns:
-        if found.fork >= 0:
+        if broken.fork >= 0:
             return "overlap", "the prompt repeats an entire earlier step, but not its continuation"
-        if found.is_new_agent is False:
+        if broken.is_new_agent is False:
             return "reset", "the same agent, but no ids of that step's response recur"
         return "unknown", "no ids of that step's response recur: a new context or another agent"
     meets = changed(parting.lost, parting.now)

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from rollout_io.redaction.redact import Report
 
 
-def _split(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
-    patterns = dict(text.partition("=")[::2] for text in given)
+def _split(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> dict[str, str]:
+    patterns = dict(text.partition("=")[::2] for text in texts)
     if not all(name and pattern for name, pattern in patterns.items()):
         raise click.BadParameter("expected NAME=REGEX")
-    if len(patterns) < len(given):
+    if len(patterns) < len(texts):
         raise click.BadParameter("two patterns have the same name")
     return patterns
 
@@ -107,9 +107,9 @@ def redact(
 
 def show_report(report: Report) -> None:
     """Print what was redacted: kinds and numbers, no secret."""
-    for kind, found in report.kinds.items():
+    for kind, numbers in report.kinds.items():
         emit(
-            f"{kind}: {count(found['num_secrets'], 'secret')} in {count(found['num_rows'], 'row')}"
+            f"{kind}: {count(numbers['num_secrets'], 'secret')} in {count(numbers['num_rows'], 'row')}"
         )
     note(
         f"{count(report.num_secrets, 'secret')} in {count(report.num_rows, 'row')}; their tokens became "

@@ -138,7 +138,7 @@ class Recorded:
         matched = self._matched(answers)
         note(MATCHED, len(matched))
         note(ALONE, len(answers) - len(matched))
-        self.alone += [each.name for i, each in enumerate(answers) if i not in matched]
+        self.alone += [answer.name for i, answer in enumerate(answers) if i not in matched]
         if not matched:
             if trajectory.error is not None or not answers:
                 return []
@@ -150,29 +150,29 @@ class Recorded:
         pairs = sorted(matched.items(), key=lambda pair: pair[1].row)
         numbers = {call.session for call in matched.values()}
         sessions = {number: self._session(number) for number in numbers}
-        made = [self._step(call, answers[i], sessions[call.session]) for i, call in pairs]
+        joined_steps = [self._step(call, answers[i], sessions[call.session]) for i, call in pairs]
         if trajectory.reward is None and "reward" in self._reader.schema.names:
             last = self._reader.take(np.array([pairs[-1][1].row]), ["reward"])
-            made[-1].reward = last.column("reward")[0].as_py()
-        return made
+            joined_steps[-1].reward = last.column("reward")[0].as_py()
+        return joined_steps
 
     def _matched(self, answers: Sequence[_Answer]) -> dict[int, _Call]:
         """Return the call of each answer that has one, by the index of the answer."""
         options = [self._options(answer) for answer in answers]
-        sessions = [{call.session for call in found} for found in options]
-        votes = Counter(next(iter(found)) for found in sessions if len(found) == 1)
+        sessions = [{call.session for call in calls} for calls in options]
+        votes = Counter(next(iter(calls)) for calls in sessions if len(calls) == 1)
         last: dict[tuple[int, int], int] = {}
         matched: dict[int, _Call] = {}
-        for i, (answer, found) in enumerate(zip(answers, options, strict=True)):
+        for i, (answer, calls) in enumerate(zip(answers, options, strict=True)):
             context = id(answer.conversation)
 
             def rank(call: _Call, context: int = context) -> tuple[int, bool, int]:
                 before = last.get((context, call.session), -1)
                 return -votes[call.session], call.row < before, call.row
 
-            left = [call for call in found if call.row not in self._used]
-            if left:
-                matched[i] = call = min(left, key=rank)
+            unused = [call for call in calls if call.row not in self._used]
+            if unused:
+                matched[i] = call = min(unused, key=rank)
                 last[context, call.session] = call.row
                 self._used.add(call.row)
         return matched
@@ -180,8 +180,8 @@ class Recorded:
     def _options(self, answer: _Answer) -> list[_Call]:
         size = max(size for size in _TAILS if size <= len(answer.text))
         tail = answer.text[len(answer.text) - size :]
-        found = self._found.get((answer.calls, tail), [])
-        return [call for call in found if answer.is_said_by(call)]
+        calls = self._found.get((answer.calls, tail), [])
+        return [call for call in calls if answer.is_said_by(call)]
 
     def _session(self, number: int) -> pa.Table:
         """Read all calls of a session: each prompt is stored as a part of earlier calls."""
@@ -202,9 +202,9 @@ class Recorded:
         if ROUTING in row.column_names and row.column(ROUTING)[0].is_valid:
             arrays[ROUTING] = np.array(row.column(ROUTING)[0].as_py(), np.int16)
         values.pop(ROUTING, None)
-        own = {"source": f"{conversation.source} with {call.name}", "agent": conversation.agent}
-        kept = {"trains": conversation.trains, "columns": conversation.columns}
-        return Step(**{**values, **arrays, **own, **kept})
+        names = {"source": f"{conversation.source} with {call.name}", "agent": conversation.agent}
+        facts = {"trains": conversation.trains, "columns": conversation.columns}
+        return Step(**{**values, **arrays, **names, **facts})
 
     def state(self) -> dict[str, Any]:
         """Return which calls are used so far, as JSON; `restore` reads it."""
@@ -265,7 +265,7 @@ def _number(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
-        return [_number(each) for each in value]
+        return [_number(inner) for inner in value]
     return {k: _number(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
@@ -319,6 +319,6 @@ def states_of(path: str) -> list[list[str]]:
     if is_dataset(path):
         files = [shard.path for shard in find_shards(path) if shard.is_local]
     else:
-        found = Path(path)
-        files = [str(f) for f in sorted(found.rglob("*")) if f.is_file()] or [path]
+        place = Path(path)
+        files = [str(f) for f in sorted(place.rglob("*")) if f.is_file()] or [path]
     return [[file, digest_of(file)] for file in files]

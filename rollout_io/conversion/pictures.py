@@ -115,12 +115,12 @@ def with_pictures(step: Step, tokenizer: Callable[[], ChatTokenizer | None]) -> 
 
 def _media_within(message: Part) -> list[Part]:
     """Return the parts of a message that are not text, those of tool results included."""
-    found = [part for part in media_in(message) if "blob" in part or _has_source(part)]
+    media = [part for part in media_in(message) if "blob" in part or _has_source(part)]
     content = message.get("content")
     for part in content if isinstance(content, list) else ():
         if isinstance(part, dict) and "content" in part:
-            found += _media_within(part)
-    return found
+            media += _media_within(part)
+    return media
 
 
 def _has_source(part: Part) -> bool:

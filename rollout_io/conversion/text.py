@@ -161,7 +161,9 @@ def retokenizer_of(
             raise ConfigError("tokenizer", "--chat-template", finding, "", hint)
         return None, DatasetMetadata()
     directory = tokenizer_directory(tokenizer)
-    made = Retokenizer(directory=directory, chat_template=chat_template) if is_needed else None
+    retokenizer = (
+        Retokenizer(directory=directory, chat_template=chat_template) if is_needed else None
+    )
     loaded = cached_tokenizer(directory, chat_template if is_needed else None)
     metadata = DatasetMetadata(
         tokenizer=tokenizer,
@@ -169,7 +171,7 @@ def retokenizer_of(
         vocab_size=loaded.vocab_size,
         chat_template_fingerprint=loaded.template_fingerprint if is_needed else None,
     )
-    return made, metadata
+    return retokenizer, metadata
 
 
 def with_tokens(
@@ -281,16 +283,20 @@ def _refuse_repeated(conversations: Iterable[Conversation]) -> None:
             for i, message in enumerate(conversation.messages)
             if message["role"] == "assistant"
         ]
-        given = [text for i, text in spoken if i < conversation.num_given]
-        own = [text for i, text in spoken if i >= conversation.num_given]
+        before = [text for i, text in spoken if i < conversation.num_given]
+        sampled = [text for i, text in spoken if i >= conversation.num_given]
         answer = conversation.messages[conversation.num_given]
         texts = (str(answer.get(name) or "") for name in SAID)
         is_long = answer.get("tool_calls") or sum(map(len, texts)) >= MIN_CHARS
-        if is_long and given[-1:] == own[:1] and given.count(own[0]) > answered[own[0]]:
+        if (
+            is_long
+            and before[-1:] == sampled[:1]
+            and before.count(sampled[0]) > answered[sampled[0]]
+        ):
             finding = "the last assistant message of the prompt is the answer itself"
             hint = "log the messages before the answer is appended to them, not after the call"
             raise InvariantError("response_in_prompt", conversation.source, finding, "", hint)
-        answered.update(own)
+        answered.update(sampled)
 
 
 _WORD = re.compile(r"[A-Za-z]{4,}")
@@ -308,8 +314,8 @@ def check_decoded(steps: Iterable[Step], directory: str) -> bool:
     """
     is_sampled = is_compared = False
     for step in steps:
-        told = () if step.token_text is None else (step.token_text,)
-        texts = told or (() if is_sampled else step.texts)
+        whole_text = () if step.token_text is None else (step.token_text,)
+        texts = whole_text or (() if is_sampled else step.texts)
         edited = None if texts or is_sampled else step.response_text
         if edited is not None and len(_words(edited)) < _MIN_WORDS:
             edited = None  # too few to tell tokenizers apart
@@ -319,8 +325,8 @@ def check_decoded(steps: Iterable[Step], directory: str) -> bool:
         ids = _ids(step)
         if not ids or max(ids) >= tokenizer.vocab_size or min(ids) < 0:
             continue  # reported by token_range
-        decoded = tokenizer.decode_each(ids) if told else tokenizer.decode(ids)
-        is_sampled, is_compared = is_sampled or bool(not told and (texts or edited)), True
+        decoded = tokenizer.decode_each(ids) if whole_text else tokenizer.decode(ids)
+        is_sampled, is_compared = is_sampled or bool(not whole_text and (texts or edited)), True
         for text in texts:
             if not holds(decoded, text):
                 raise _other(step, directory, decoded, text)
@@ -360,10 +366,10 @@ def _ids(step: Step) -> list[int]:
     if not isinstance(ids, bytes):
         return [int(token) for token in ids]
     try:
-        found: list[int] = parse_ids([ids])[0].tolist()
+        parsed: list[int] = parse_ids([ids])[0].tolist()
     except ValueError:  # reported when the table is built
         return []
-    return found
+    return parsed
 
 
 def _other(step: Step, directory: str, decoded: str, text: str) -> InputError:

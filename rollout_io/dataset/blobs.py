@@ -65,7 +65,7 @@ class Blobs:
         fs, path = self.folder.fs, self.folder.path
         names = fs.ls(path, detail=False) if fs.isdir(path) else []
         matches = ((_NAME.fullmatch(posixpath.basename(name)), name) for name in names)
-        return {PREFIX + found[1]: name for found, name in matches if found}
+        return {PREFIX + match[1]: name for match, name in matches if match}
 
     def add(self, content: bytes) -> str:
         """Write a file unless the store has it; return the reference to it.
@@ -96,8 +96,8 @@ class Blobs:
             where = self.folder.path.removesuffix(SUFFIX)
             hint = "copy or move DS.blobs together with DS, or convert the log again"
             raise InvariantError(RULE, where, fault, "", hint)
-        found = next(store for store in stores if name in store.files)
-        source = Location(found.folder.fs, found.files[name])
+        holder = next(store for store in stores if name in store.files)
+        source = Location(holder.folder.fs, holder.files[name])
         final = self.folder.join(posixpath.basename(source.path))
         with self._new(final) as written:
             if not (source.is_local and written.is_local and _linked(source.path, written.path)):
@@ -179,12 +179,12 @@ def stores_of(dataset: Paths) -> list[Blobs]:
 
 def names_in(table: pa.Table) -> set[str]:
     """Return the references in the column `pictures` of a table, and in the steps of merged rows."""
-    found: set[str | None] = set()
+    references: set[str | None] = set()
     for column in _columns(table):
         entries = pc.list_flatten(column)
         if pa.types.is_struct(entries.type) and entries.type.get_field_index("sha256") >= 0:
-            found |= set(pc.struct_field(entries, "sha256").unique().to_pylist())
-    return {name for name in found if name is not None}
+            references |= set(pc.struct_field(entries, "sha256").unique().to_pylist())
+    return {name for name in references if name is not None}
 
 
 def _columns(table: pa.Table) -> Iterator[pa.ChunkedArray | pa.Array]:
@@ -198,15 +198,15 @@ def _columns(table: pa.Table) -> Iterator[pa.ChunkedArray | pa.Array]:
 
 def names_in_files(shards: Iterable[PathLike]) -> set[str]:
     """Return the references in shards; no other columns are read."""
-    found: set[str] = set()
+    references: set[str] = set()
     for shard in (shard for path in shards for shard in find_shards(path)):
         with shard.fs.open(shard.path, "rb") as opened, pq.ParquetFile(opened) as file:
             paths = [file.schema.column(i).path for i in range(len(file.schema))]
             wanted = [path for path in paths if _REFERENCE.fullmatch(path)]
             for group in range(file.num_row_groups) if wanted else ():
                 table = file.read_row_group(group, wanted)
-                found |= names_in(upgrade(table, version_of(file.metadata.metadata)))
-    return found
+                references |= names_in(upgrade(table, version_of(file.metadata.metadata)))
+    return references
 
 
 def carry(names: Iterable[str], sources: Iterable[PathLike], target: Blobs) -> list[str]:
@@ -229,10 +229,10 @@ def carry(names: Iterable[str], sources: Iterable[PathLike], target: Blobs) -> l
 
 def fault_of(name: str, stores: Sequence[Blobs]) -> str | None:
     """Return what is wrong with the file of a reference; None if a store has it unchanged."""
-    found = next((store for store in stores if name in store.files), None)
-    if found is None:
+    holder = next((store for store in stores if name in store.files), None)
+    if holder is None:
         return f"the file {name} is missing"
-    file = Location(found.folder.fs, found.files[name])
+    file = Location(holder.folder.fs, holder.files[name])
     if is_whole(file, name):
         return None
     return f"the content of {posixpath.basename(file.path)} is not {name}"

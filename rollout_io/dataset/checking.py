@@ -79,9 +79,9 @@ def _faulty(table: pa.Table, faults: Mapping[str, str | None]) -> tuple[Any, ...
     rows, finding = [], []
     for row, entries in enumerate(table.column(PICTURES).to_pylist()):
         names = [entry["sha256"] for entry in entries or () if entry is not None]
-        if found := next((fault for name in names if (fault := faults.get(name))), None):
+        if first_fault := next((fault for name in names if (fault := faults.get(name))), None):
             rows.append(row)
-            finding.append(found)
+            finding.append(first_fault)
     return np.array(rows, np.int64), PICTURES, finding, "a file in DS.blobs", "{got}"
 
 

@@ -110,13 +110,13 @@ def find_parents(prompts: Ragged, responses: Ragged, starts: IntArray) -> tuple[
     is_first[starts] = True
     width = prompts.values.itemsize
     tree = _Tree(width)
-    found: list[tuple[int, int]] = []
+    places: list[tuple[int, int]] = []
     rows = zip(is_first.tolist(), _rows(prompts), _rows(responses), strict=True)
     for begins, prompt, response in rows:
         if begins:
             tree = _Tree(width)
-        found.append(tree.add(prompt + response, len(prompt)))
-    parent, shared = np.array(found, np.int64).reshape(-1, 2).T
+        places.append(tree.add(prompt + response, len(prompt)))
+    parent, shared = np.array(places, np.int64).reshape(-1, 2).T
     return parent, shared // width
 
 
@@ -227,13 +227,13 @@ def _decode(suffix: Ragged, responses: Ragged, shared: IntArray, parent_row: Int
     lengths = shared + suffix.lengths
     offsets = offsets_of(lengths)
     out = np.empty(int(offsets[-1]), np.int32)
-    for row, (begin, kept, parent) in enumerate(
+    for row, (begin, num_shared, parent) in enumerate(
         zip(offsets[:-1].tolist(), shared.tolist(), parent_row.tolist(), strict=True)
     ):
         source = int(offsets[parent])
-        from_prompt = min(kept, int(lengths[parent]))
+        from_prompt = min(num_shared, int(lengths[parent]))
         out[begin : begin + from_prompt] = out[source : source + from_prompt]
-        rest = kept - from_prompt
-        out[begin + from_prompt : begin + kept] = responses.row(parent)[:rest]
-        out[begin + kept : offsets[row + 1]] = suffix.row(row)
+        rest = num_shared - from_prompt
+        out[begin + from_prompt : begin + num_shared] = responses.row(parent)[:rest]
+        out[begin + num_shared : offsets[row + 1]] = suffix.row(row)
     return Ragged(out, offsets, np.ones(len(lengths), np.bool_))

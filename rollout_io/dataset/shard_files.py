@@ -145,10 +145,10 @@ class Shard:
             table = file.read_row_group(index, columns=columns, use_threads=self.location.is_local)
             # A name with dots also selects the fields of a struct, and "a" also selects "a.b".
             wanted = frozenset(columns)
-            kept = [i for i, name in enumerate(table.column_names) if name in wanted]
+            indices = [i for i, name in enumerate(table.column_names) if name in wanted]
             # Polars aborts on metadata that is not UTF-8, and nothing reads that of the columns.
-            stored = table.select(kept)
-            if kept:  # without columns, the number of rows would be lost
+            stored = table.select(indices)
+            if indices:  # without columns, the number of rows would be lost
                 stored = stored.replace_schema_metadata(None)
             table = plain_table(upgraded(stored, self.pairs))
             if is_checked:
@@ -203,7 +203,7 @@ def open_shards(path: Paths) -> list[Shard]:
 
 def _opened(dataset: DatasetFiles) -> list[Shard]:
     values = partition_values(dataset.shards)
-    shards = [Shard.open(*each) for each in zip(dataset.shards, values, strict=True)]
+    shards = [Shard.open(*pair) for pair in zip(dataset.shards, values, strict=True)]
     if dataset.shards[0].root is not None:
         common_metadata(shards)
     if dataset.is_complete:
@@ -246,12 +246,12 @@ def _trajectory_ids(shard: Shard) -> set[str]:
 
 def common_metadata(shards: Sequence[Shard]) -> DatasetMetadata:
     """Combine the metadata of partitions, which must not contradict each other."""
-    found = {s.location.path: DatasetMetadata.decode(s.pairs) for s in shards}
-    returns = {path: metadata.outcome or "last" for path, metadata in found.items()}
+    metadata_of = {s.location.path: DatasetMetadata.decode(s.pairs) for s in shards}
+    returns = {path: metadata.outcome or "last" for path, metadata in metadata_of.items()}
     first = next(iter(returns))
     if differs := [path for path in returns if returns[path] != returns[first]]:
         raise contradictory(f"{first} and {differs[0]}", "outcome")
-    return common(found, {"tokenizer_fingerprint", "logprobs_mode", "vocab_size"})
+    return common(metadata_of, {"tokenizer_fingerprint", "logprobs_mode", "vocab_size"})
 
 
 def upgraded(table: pa.Table, pairs: dict[bytes, bytes]) -> pa.Table:

@@ -94,7 +94,7 @@ class PictureBytes:
 def with_parts(value: Any, replaced: Callable[[Mapping[str, Any]], Any]) -> Any:
     """Return messages with another value for each part that refers to a file of the store."""
     if isinstance(value, list):
-        return [with_parts(each, replaced) for each in value]
+        return [with_parts(inner, replaced) for inner in value]
     if not isinstance(value, dict):
         return value
     if isinstance(value.get("blob"), str) and "type" in value:

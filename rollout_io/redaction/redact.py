@@ -80,26 +80,26 @@ class Findings:
         numbers = [int(mark[1]) + 1 for mark in _MARK.finditer(text) if mark[1]]
         self.num_marks = max((self.num_marks, *numbers))
         for view in views(text):
-            for found in scan(view.content, rules):
-                if view.span(found.start, found.end)[1] > num_known:
-                    kinds |= self._add(view.content, found)
+            for hit in scan(view.content, rules):
+                if view.span(hit.start, hit.end)[1] > num_known:
+                    kinds |= self._add(view.content, hit)
         if gaps := [match.span() for match in _PARTS.finditer(text)]:
             pieces = [text[a:b] for (_, a), (b, _) in pairwise([(0, 0), *gaps, (len(text), 0)])]
             cuts, whole = list(accumulate(map(len, pieces[:-1]))), b"".join(pieces)
-            for found in scan(whole, rules):
-                for part in cut_parts(whole, found.start, found.end, cuts):
+            for hit in scan(whole, rules):
+                for part in cut_parts(whole, hit.start, hit.end, cuts):
                     self.literals[part] = None
-                    kinds |= self._add(whole, found)
+                    kinds |= self._add(whole, hit)
         return kinds
 
-    def _add(self, content: bytes, found: Found) -> set[str]:
+    def _add(self, content: bytes, hit: Found) -> set[str]:
         """Add a secret, unless it is the mark of an earlier one; return its kind."""
-        secret = content[found.start : found.end]
+        secret = content[hit.start : hit.end]
         if _MARK.fullmatch(secret):
             return set()
-        self.secrets.setdefault(found.kind, set()).add(secret)
-        self.literals[widened(content, found.start, found.end)] = None
-        return {found.kind}
+        self.secrets.setdefault(hit.kind, set()).add(secret)
+        self.literals[widened(content, hit.start, hit.end)] = None
+        return {hit.kind}
 
     def scan_table(self, table: pa.Table, rules: Rules, vocabulary: TokenBytes) -> None:
         """Scan the tokens and texts of a table with full prompts.
@@ -115,15 +115,15 @@ class Findings:
         ]
         whole = zipped(*(Ragged.from_arrow(table.column(name)) for name in _TOKENS))
         tokens = [vocabulary.join(whole.row(i)) for i in range(table.num_rows)]
-        found = [set[str]() for _ in range(table.num_rows)]
+        kinds_of = [set[str]() for _ in range(table.num_rows)]
         for texts in (tokens, *(texts_in(table.column(name)) for name in names)):
             before = b""
             for row, text in enumerate(texts):
                 if text is not None:
                     fresh, num_known = _fresh(before, text)
-                    found[row] |= self.scan(fresh, rules, num_known)
+                    kinds_of[row] |= self.scan(fresh, rules, num_known)
                     before = text
-        for kinds in found:
+        for kinds in kinds_of:
             self.num_rows.update(kinds)
         prompts = Ragged.from_arrow(table.column("prompt_token_ids")).lengths
         rows, starts, lengths = sampled_ranges(table)
@@ -228,16 +228,16 @@ def redact(
     findings = Findings()
     findings.scan(repr(metadata).encode("utf-8", "replace"), rules)
     scanning = partial(_scan_piece, rules, vocabulary)
-    for num_rows, found in workers.map_in_order(scanning, pieces(dataset)):
-        findings.add(found)
+    for num_rows, piece_findings in workers.map_in_order(scanning, pieces(dataset)):
+        findings.add(piece_findings)
         tell(num_rows)
     redactor = Redactor(findings.known, vocabulary, keep_pictures)
-    made = redacted_metadata(metadata, redactor, rules, [dataset])
+    new_metadata = redacted_metadata(metadata, redactor, rules, [dataset])
     counts = rewrite(
         dataset,
         out,
         redactor.table,
-        made,
+        new_metadata,
         layout=layout,
         workers=workers,
         progress=tell,
@@ -257,7 +257,7 @@ def redacted_metadata(
     metadata: DatasetMetadata, redactor: Redactor, rules: Rules, parents: Sequence[str]
 ) -> DatasetMetadata:
     """Return the metadata of the redacted dataset; expressions may be secret and are left out."""
-    made = metadata.made(
+    new_metadata = metadata.made(
         "redact",
         parents=list(parents),
         patterns=[name for name, _ in rules.patterns],
@@ -267,7 +267,7 @@ def redacted_metadata(
         num_literals=len(redactor.literals.secrets),
         fill_token_id=redactor.fill,
     )
-    return redactor.replacer.metadata(made)
+    return redactor.replacer.metadata(new_metadata)
 
 
 def tokenizer_of(dataset: str, metadata: DatasetMetadata, given: str | None) -> str:

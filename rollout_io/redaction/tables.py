@@ -97,12 +97,12 @@ class Redactor:
         rows, starts, lengths = sampled_ranges(table)
         is_sampled = np.zeros(len(responses.values), np.bool_)
         is_sampled[ranges(responses.offsets[rows] + starts, lengths)] = True
-        own = Ragged(
+        marks_of_responses = Ragged(
             marks[ranges(in_response, responses.lengths)] & is_sampled,
             responses.offsets,
             np.ones(table.num_rows, np.bool_),
         )
-        columns[REDACTED] = _with_earlier(table, own).to_arrow(pa.bool_())
+        columns[REDACTED] = _with_earlier(table, marks_of_responses).to_arrow(pa.bool_())
         if ROUTING in table.column_names:
             routes = table.column(ROUTING)
             at = ranges(whole.offsets[:-1], list_lengths(routes))
@@ -111,8 +111,8 @@ class Redactor:
             if field.name not in _HANDLED and has_text(field.type):
                 columns[field.name] = self.replacer.column(table.column(field.name), field.name)
         columns["trajectory_id"] = _trajectory_ids(table, columns["instance_id"])
-        made = _with_columns(table, columns)
-        return made if self.keep_pictures else without_pictures(made)
+        clean = _with_columns(table, columns)
+        return clean if self.keep_pictures else without_pictures(clean)
 
     def _refuse_unknown(self, ids: np.ndarray) -> None:
         size = len(self.vocabulary.offsets) - 1
@@ -155,17 +155,17 @@ class Redactor:
             [[(1, 4)]]
         """
         texts = [self.vocabulary.join(ids.astype(np.int32, copy=False)) for ids in rows]
-        found: list[list[tuple[int, int]]] = []
+        spans_of_rows: list[list[tuple[int, int]]] = []
         for ids, spans in zip(rows, self.literals.spans(texts), strict=True):
             if not spans:
-                found.append([])
+                spans_of_rows.append([])
                 continue
             ends = np.cumsum(self.vocabulary.lengths(ids))
             bounds = np.array([span[:2] for span in spans])
             first = np.searchsorted(ends, bounds[:, 0], side="right")
             last = np.searchsorted(ends, bounds[:, 1], side="left") + 1
-            found.append(list(zip(first.tolist(), last.tolist(), strict=True)))
-        return found
+            spans_of_rows.append(list(zip(first.tolist(), last.tolist(), strict=True)))
+        return spans_of_rows
 
     def _replaced_ids(self, ids: Ragged) -> Ragged:
         """Replace secrets between numbers that are no ids, such as -100 in labels."""
@@ -174,16 +174,16 @@ class Redactor:
         if not is_id.any():
             return ids
         values = np.where(is_id, ids.values, self.fill)
-        ids, given = Ragged(values, ids.offsets, ids.valid), ids
+        ids, original = Ragged(values, ids.offsets, ids.valid), ids
         rows = range(len(ids.valid))
-        made: Any = None
+        clean: Any = None
         for i, spans in zip(rows, self.spans_of_ids([ids.row(i) for i in rows]), strict=True):
             for start, end in spans:
-                made = values.copy() if made is None else made
-                made[ids.offsets[i] + start : ids.offsets[i] + end] = self.fill
-        if made is None:
-            return given
-        return Ragged(np.where(is_id, made, given.values), ids.offsets, ids.valid)
+                clean = values.copy() if clean is None else clean
+                clean[ids.offsets[i] + start : ids.offsets[i] + end] = self.fill
+        if clean is None:
+            return original
+        return Ragged(np.where(is_id, clean, original.values), ids.offsets, ids.valid)
 
 
 def sampled_ranges(table: pa.Table) -> tuple[IntArray, IntArray, IntArray]:
@@ -207,9 +207,9 @@ def _without(column: pa.ChunkedArray, marks: BoolArray) -> pa.Array:
     kind = column.type.value_type
     if pa.types.is_nested(kind):
         return replaced_sets(column, marks)
-    given = Ragged.from_arrow(column)
-    zero = given.values.dtype.type(0)
-    return Ragged(np.where(marks, zero, given.values), given.offsets, given.valid).to_arrow(kind)
+    lists = Ragged.from_arrow(column)
+    zero = lists.values.dtype.type(0)
+    return Ragged(np.where(marks, zero, lists.values), lists.offsets, lists.valid).to_arrow(kind)
 
 
 def _with_earlier(table: pa.Table, marks: Ragged) -> Ragged:

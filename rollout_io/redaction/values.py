@@ -156,18 +156,18 @@ class Replacer:
     def _ids(self, flat: pa.Array, lengths: IntArray) -> pa.Array:
         """Replace secrets in flat lists of integers; nulls are no ids, and stay."""
         numbers = pc.fill_null(flat.cast(pa.int64(), safe=False), -1)
-        given = Ragged(to_numpy(numbers), offsets_of(lengths), np.ones(len(lengths), np.bool_))
-        made = self.ids(given).values
+        ragged = Ragged(to_numpy(numbers), offsets_of(lengths), np.ones(len(lengths), np.bool_))
+        clean = self.ids(ragged).values
         return pc.if_else(
-            to_arrow(made != given.values), to_arrow(made).cast(flat.type, safe=False), flat
+            to_arrow(clean != ragged.values), to_arrow(clean).cast(flat.type, safe=False), flat
         )
 
 
 def _starred(value: bytes, spans: Spans) -> bytes:
-    made = bytearray(value)
+    stars = bytearray(value)
     for start, end, _ in spans:
-        made[start:end] = b"*" * (end - start)
-    return bytes(made)
+        stars[start:end] = b"*" * (end - start)
+    return bytes(stars)
 
 
 def _replaced(text: bytes, spans: Spans) -> bytes:
@@ -237,7 +237,7 @@ def replaced_sets(column: pa.ChunkedArray, marks: Any) -> pa.Array:
     values = pc.list_flatten(lists).filter(to_arrow(~marks.repeat(lengths)))
     inner = to_arrow(offsets_of((~marks) * lengths), pa.int32())
     kind = column.type.value_type
-    kept = pa.ListArray.from_arrays(inner, values, type=pa.list_(values.type)).cast(kind)
+    sets = pa.ListArray.from_arrays(inner, values, type=pa.list_(values.type)).cast(kind)
     outer = to_arrow(offsets_of(list_lengths(column)), pa.int32())
     mask = to_arrow(~to_numpy(column.is_valid())) if column.null_count else None
-    return pa.ListArray.from_arrays(outer, kept, mask=mask).cast(column.type)
+    return pa.ListArray.from_arrays(outer, sets, mask=mask).cast(column.type)

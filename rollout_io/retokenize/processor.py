@@ -91,8 +91,8 @@ class PictureProcessor:
         if key not in self._known:
             image = open_picture(content, where)
             try:
-                made = self.backend(images=[image], text=[self.token], add_special_tokens=False)
-                ids = np.asarray(made["input_ids"][0], np.int32).reshape(-1)
+                encoded = self.backend(images=[image], text=[self.token], add_special_tokens=False)
+                ids = np.asarray(encoded["input_ids"][0], np.int32).reshape(-1)
             except Exception as error:  # processors raise whatever their arithmetic raises
                 finding = (
                     f"the image processor refuses a picture of {_size(image)}: {_one_line(error)}"
@@ -174,14 +174,14 @@ def load_processor(directory: str, tokenizer: Any) -> PictureProcessor | None:
         InputError: `processor`: the processor cannot be loaded.
         MissingExtra: `extra_installed`: a package that the processor needs is not installed.
     """
-    found = _files(directory)
-    if not {file.name for file in found} & {*_CONFIGS[:2]}:
+    files = _files(directory)
+    if not {file.name for file in files} & {*_CONFIGS[:2]}:
         return None
-    for file in found:
+    for file in files:
         refuse_irregular(file)
     try:
         with importing_transformers():
-            backend = _load(directory, found, tokenizer)
+            backend = _load(directory, files, tokenizer)
     except Exception as error:  # Transformers does not wrap the errors of its parsers
         raise _not_loaded(directory, error) from None
     return None if backend is None else PictureProcessor(directory, backend)
@@ -218,17 +218,17 @@ def _processor_class(directory: str, configs: Sequence[Path]) -> Any:
 
 
 def _load(directory: str, configs: Sequence[Path], tokenizer: Any) -> Any:
-    known = _processor_class(directory, configs)
-    if known is None or "image_processor" not in known.get_attributes():
+    kind = _processor_class(directory, configs)
+    if kind is None or "image_processor" not in kind.get_attributes():
         return None
     parts = {"image_processor": _images(directory), "tokenizer": tokenizer}
     # Processors of videos need Torchvision, and the class checks that each part is there.
     checks = {"check_argument_for_proper_class": lambda *_: None}
-    without_video: Any = type(known.__name__, (known,), checks)
-    stored, _ = known.get_processor_dict(directory, local_files_only=True)
-    arguments = [parts.get(part) for part in known.get_attributes()]
-    made = without_video.from_args_and_dict(arguments, stored)
-    return made if getattr(made, "image_token", None) else None
+    without_video: Any = type(kind.__name__, (kind,), checks)
+    stored, _ = kind.get_processor_dict(directory, local_files_only=True)
+    arguments = [parts.get(part) for part in kind.get_attributes()]
+    processor = without_video.from_args_and_dict(arguments, stored)
+    return processor if getattr(processor, "image_token", None) else None
 
 
 def spans_in(
@@ -282,10 +282,10 @@ def spans_in(
 
 def _find(content: bytes, wanted: bytes, at: int) -> int:
     """Return the first index of a run of int32 tokens from `at` on; -1 without one."""
-    found = content.find(wanted, 4 * at)
-    while found % 4 and found >= 0:
-        found = content.find(wanted, found + 1)
-    return found // 4
+    place = content.find(wanted, 4 * at)
+    while place % 4 and place >= 0:
+        place = content.find(wanted, place + 1)
+    return place // 4
 
 
 def _size(image: Any) -> str:

@@ -84,10 +84,10 @@ def media_part(part: Mapping[str, Any]) -> dict[str, Any] | None:
         >>> media_part({"type": "input_image", "image_url": "data:image/png;base64,AAAA"})
         {'type': 'image', 'source': {'type': 'base64', 'media_type': 'image/png', 'data': 'AAAA'}}
     """
-    found = _fields_of(part)
-    if found is None:
+    parts_of = _fields_of(part)
+    if parts_of is None:
         return None
-    kind, fields, source = found
+    kind, fields, source = parts_of
     return part_of(kind, source, _first(fields, _NAMES))
 
 
@@ -163,12 +163,12 @@ def _file(path: str) -> bytes | None:
     """Return the content of a local file that has one of the known media types."""
     within = _WITHIN.get()
     try:
-        found = _FOLDER.get() / Path(path).expanduser()
+        resolved = _FOLDER.get() / Path(path).expanduser()
         if within is not None:
-            found = Path(os.path.realpath(found))
-            if not found.is_relative_to(within):
+            resolved = Path(os.path.realpath(resolved))
+            if not resolved.is_relative_to(within):
                 return None
-        descriptor = os.open(found, os.O_RDONLY | os.O_NONBLOCK)
+        descriptor = os.open(resolved, os.O_RDONLY | os.O_NONBLOCK)
     except (OSError, ValueError, RuntimeError):
         return None
     with os.fdopen(descriptor, "rb") as file:
@@ -240,7 +240,7 @@ def restored(value: Any) -> Any:
             return value
         return _MARKED.sub(lambda match: _base64(store.read(match[1])) or match[0], value)
     if isinstance(value, list):
-        return [restored(each) for each in value]
+        return [restored(inner) for inner in value]
     return {k: restored(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
@@ -271,7 +271,7 @@ def stored_messages(text: str | None) -> str | None:
 
 def _with_parts(value: Any) -> Any:
     if isinstance(value, list):
-        return [_with_parts(each) for each in value]
+        return [_with_parts(inner) for inner in value]
     if not isinstance(value, dict):
         return value
     part = None if value.keys() & {"role", "blob"} else media_part(value)
@@ -310,5 +310,5 @@ def _known(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _first(fields: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
-    found = (fields.get(name) for name in names)
-    return next((value for value in found if isinstance(value, str) and value), None)
+    values = (fields.get(name) for name in names)
+    return next((value for value in values if isinstance(value, str) and value), None)

@@ -72,7 +72,7 @@ def read_support(logprobs: Logprobs | None, response_ids: Sequence[int]) -> list
     try:
         if logprobs.content is not None:
             entries = [_ENTRIES.decode(token.top_logprobs) for token in logprobs.content]
-            tokens = [{e.token: e.logprob for e in found} for found in entries]
+            tokens = [{e.token: e.logprob for e in entry_list} for entry_list in entries]
         else:
             tokens = [_TABLE.decode(raw) for raw in logprobs.top_logprobs or ()]
         likely = [{_id_of(name): p for name, p in token.items()} for token in tokens]
@@ -94,11 +94,13 @@ def complete_support(
         >>> complete_support([{7: -0.105}], [7]) is None
         True
     """
-    kept = [{i: p for i, p in token.items() if p > LOGPROB_SENTINEL} for token in likely]
-    if any(math.fsum(map(math.exp, token.values())) < 1 - _MISSING for token in kept):
+    possible = [{i: p for i, p in token.items() if p > LOGPROB_SENTINEL} for token in likely]
+    if any(math.fsum(map(math.exp, token.values())) < 1 - _MISSING for token in possible):
         return None
-    is_whole = len(kept) == len(response_ids) and all(map(dict.__contains__, kept, response_ids))
-    return [list(token) for token in kept] if is_whole else None
+    is_whole = len(possible) == len(response_ids) and all(
+        map(dict.__contains__, possible, response_ids)
+    )
+    return [list(token) for token in possible] if is_whole else None
 
 
 def _id_of(name: str) -> int:
