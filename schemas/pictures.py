@@ -77,8 +77,9 @@ def identities(table: pa.Table) -> tuple[Ragged, Ragged]:
 
 
 def pictures_of(table: pa.Table) -> pa.ChunkedArray | None:
-    """Return the column `pictures` of a table; None if there is none."""
-    return table.column(PICTURES) if PICTURES in table.column_names else None
+    """Return the column `pictures` of a table; None if there is none, or it is null in all rows."""
+    column = table.column(PICTURES) if PICTURES in table.column_names else None
+    return None if column is None or column.null_count == len(column) else column
 
 
 def picture_lengths(table: pa.Table) -> tuple[IntArray, pa.Array]:

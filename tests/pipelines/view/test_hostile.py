@@ -241,7 +241,7 @@ def test_a_column_named_as_one_of_the_index_is_that_of_the_dataset(numbers):
 
 def test_a_name_of_two_columns_is_refused(numbers):
     ask, _ = numbers
-    with pytest.raises(ConfigError, match=r"a column that the viewer computes. \[condition\]"):
+    with pytest.raises(ConfigError, match=r"one that the viewer computes. \[condition\]"):
         num_matching(ask, "prompt_tokens >= 1000")
     assert "the column prompt_tokens is not shown" in ask("/api/sources")["warnings"][-1]
 

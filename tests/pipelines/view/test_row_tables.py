@@ -262,7 +262,7 @@ def test_columns_of_the_dataset_with_these_names_are_named(tmp_path):
     ask = Asked(dataset, write_verdicts(tmp_path / "v.parquet", verdicts_of(dataset)))
     assert ask(TABLE)["faults"].to_list() == ["version, swap", "none", None]
     assert any("the column faults is not shown" in text for text in ask(SOURCES)["warnings"])
-    with pytest.raises(RolloutError, match=r"a column that the viewer computes. \[condition\]"):
+    with pytest.raises(RolloutError, match=r"one that the viewer computes. \[condition\]"):
         ask(TABLE, where="faults = 'mine'")
 
 
