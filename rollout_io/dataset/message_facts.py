@@ -27,11 +27,14 @@ TAGGED_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>\s*", re.DOTALL)
 CALLED = ("messages", "agent", "response_text", "token_source", "is_last_step")
 """Columns that `tool_calls` reads."""
 
-# Harnesses' own words: "Exit code 1" (Claude Code), "Exit code: 1" and `{"exit_code":1` (Codex).
+# Harnesses' own words: "Exit code 1" (Claude Code) first, or a line of its own (Codex, Gemini CLI).
 _FAILS = re.compile(
-    r"[\s<\[{\"]*(error|traceback|command failed|exception|tool_use_error|exit[ _]code\W*[1-9])",
+    r"[\s<\[\"]*(?:(?:error|traceback|command failed|exception|tool_use_error|tool_error)\b"
+    r"|exit[ _]code\W*[1-9])",
     re.IGNORECASE,
 )
+_FAILED_LINE = re.compile(r"^(?:Process exited with code|Exit Code:) -?[1-9]\d*$", re.MULTILINE)
+_EXIT_CODES = ("exit_code", "exitCode", "returncode")
 _RESULT_ROLES = frozenset({"tool", "function"})
 
 
@@ -165,8 +168,10 @@ def _calls_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 def has_failed(result: Mapping[str, Any]) -> bool:
     """True if a tool's result says that the call failed: the one definition of a failed call.
 
-    The result is marked as an error (`is_error`, `status`), or begins like one: "Error",
-    "Traceback", "Command failed", "Exception", "Exit code" with another number than 0.
+    The result is marked as an error (`is_error`, `status`); or it is a JSON object with an `error`,
+    an exit code (`exit_code`, `exitCode`, `returncode`) other than 0, or a false `success` or `ok`;
+    or it begins with the word "Error", "Traceback", "Command failed", "Exception" or "Exit code" with
+    another number than 0; or it has a line "Exit Code: 1" or "Process exited with code 1".
 
     Args:
         result: A message or part of a message, of any API.
@@ -179,7 +184,12 @@ def has_failed(result: Mapping[str, Any]) -> bool:
     """
     if result.get("is_error") is True or result.get("status") == "error":
         return True
-    return _FAILS.match(_text(result.get("content"))) is not None
+    text = _text(result.get("content"))
+    fields = _json_or_text(text) if text.lstrip()[:1] == "{" else None
+    if isinstance(fields, dict):
+        is_refused = fields.get("success") is False or fields.get("ok") is False
+        return bool(fields.get("error") or is_refused or any(map(fields.get, _EXIT_CODES)))
+    return (_FAILS.match(text) or _FAILED_LINE.search(text)) is not None
 
 
 def calls_in_text(response: str) -> list[Any]:
