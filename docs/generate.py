@@ -500,8 +500,9 @@ Transformers' image-text-to-text classes (5.18 or later); [Models](models.md#mod
 
 - **One encoding.** Each distinct picture of a micro-batch is encoded once, however many rows and steps show it. Rows of a tree
   share a screen like text: two tokens are equal if their ids and pictures are.
-- **Frozen encoder.** The vision tower and its projector are not trained, and LoRA adapts the text part alone. Checkpoints
-  contain the complete model and the files of its processor, so that Transformers and vLLM load them.
+- **Frozen encoder.** The vision tower and its projector are not trained, and LoRA adapts the text part alone. FSDP2 shards the
+  text part alone, too. Checkpoints contain the complete model and the files of its processor, so that Transformers and vLLM load
+  them.
 - **Places.** The model's own forward pass inserts the features, into deeper layers too (DeepStack). Positions with rows and
   columns (M-RoPE) follow from the pictures above each token, and the tokens of a picture see each other where the model is
   trained so (Gemma 3).

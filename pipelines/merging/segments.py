@@ -66,13 +66,12 @@ def nest(
         extra: Additional fields by name, [N] values each.
     """
     is_made = (sequences.count > 1) | interleaved
-    made_count = np.where(is_made, sequences.count, 0)
     rows = sequences.order[is_made[sequences.of[sequences.order]]]
     new = _made_segments(steps, rows, sequences.start, extra)
     earlier, kept_count = _kept_segments(out)
     flat = _concat_structs(new, earlier)
 
-    lengths = np.where(is_made, made_count, kept_count)
+    lengths = np.where(is_made, sequences.count, kept_count)
     order = _interleave(is_made, lengths, len(new))
     valid = is_made
     if "segments" in out.column_names:

@@ -166,12 +166,12 @@ def _responses(
                 yield asked(f"{root}/tree", trajectory_id=name)
             key, answer = asked(f"{root}/conversation", trajectory_id=name)
             yield key, answer
-            for blob in _pictures(answer) - pictures:
-                yield asked(f"{root}/picture", blob=blob)
-                pictures.add(blob)
+            shown = _pictures(answer)
             for step in range(num_rows if has_tokens else 0):
                 with suppress(TokensMissing):  # of logs, only some trajectories may have tokens
-                    yield asked(f"{root}/tokens", trajectory_id=name, step_index=step)
+                    key, answer = asked(f"{root}/tokens", trajectory_id=name, step_index=step)
+                    yield key, answer
+                    shown |= _pictures(answer)
                 if (
                     sources.datasets[number].verdicts is not None
                     or sources.datasets[number].findings
@@ -179,6 +179,9 @@ def _responses(
                     yield asked(f"{root}/verdicts", trajectory_id=name, step_index=step)
                 if sources.runs:
                     yield asked(f"{root}/recorded", trajectory_id=name, step_index=step)
+            for blob in sorted(shown - pictures):
+                yield asked(f"{root}/picture", blob=blob)
+            pictures |= shown
     for number in sources.shares:
         yield asked(f"/api/shares/{number}", limit=NUM_SHARES)
     for number in sources.runs:
@@ -198,9 +201,12 @@ def _responses(
             yield asked("/api/diff/pair", a=a, b=b, task=task)
 
 
-def _pictures(conversation: Response) -> set[str]:
-    """Return the references to the pictures that a conversation shows."""
-    lanes = json.loads(bytes(conversation.body))["lanes"]
+def _pictures(answer: Response) -> set[str]:
+    """Return the references to the pictures that a conversation, or the tokens of a row, show."""
+    if answer.media_type != JSON:
+        metadata = pa.ipc.open_stream(answer.body).schema.metadata
+        return {picture["sha256"] for picture in json.loads(metadata[b"pictures"])}
+    lanes = json.loads(bytes(answer.body))["lanes"]
     parts = (part for lane in lanes for turn in lane["turns"] for part in turn["parts"])
     return {
         part["text"]

@@ -29,7 +29,7 @@ def json_response(value: Any) -> Response:
     return Response(msgspec.json.encode(_plain(value)), media_type=JSON)
 
 
-def arrow_response(data: pl.DataFrame | pa.Table, **totals: float) -> Response:
+def arrow_response(data: pl.DataFrame | pa.Table, **totals: float | str) -> Response:
     """Encode a table as an Arrow IPC stream, with `totals` as schema metadata.
 
     Integer columns are cast to int32 if all values fit, else to float64 if that is exact; otherwise

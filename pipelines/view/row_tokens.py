@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -16,19 +17,23 @@ from pipelines.view.dataset import Dataset
 from pipelines.view.responses import arrow_response
 from pipelines.view.run_files import FLAGS, NUMBERS
 from pipelines.view.runs import Run
+from schemas.columns import PICTURES
 from schemas.numpy_arrays import to_arrow, to_numpy
 from schemas.ragged import Ragged
 
 _COLUMNS = (
     *("prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs", "reward", "rewards"),
-    *("segments", "policy_version", "policy_versions"),
+    *("segments", "policy_version", "policy_versions", PICTURES),
 )
 
 
 def tokens(
     dataset: Dataset, trajectory_id: str, step_index: int, run: Run | None, update: int | None
 ) -> Response:
-    """Return one record per token of a row, with the values that an update recorded for it."""
+    """Return one record per token of a row, with the values that an update recorded for it.
+
+    The metadata has the row's pictures whose tokens are known, as JSON: their entries of `pictures`.
+    """
     row = dataset.row(trajectory_id, step_index, dataset.present(*_COLUMNS))
     prompt = to_numpy(row.column("prompt_token_ids").chunk(0).flatten())
     response = Ragged.from_arrow(row.column("response_ids")).values
@@ -67,10 +72,13 @@ def tokens(
     begin, end = dataset.index.bounds(number)
     value = dataset.index.trajectories["return"][number]
     totals = {"prompt_tokens": num_prompt, "num_steps": end - begin}
+    entries = row.column(PICTURES)[0].as_py() if PICTURES in row.column_names else None
+    pictures = [entry for entry in entries or () if None not in entry.values()]
     table = pa.Table.from_arrays(list(columns.values()), list(columns))
     return arrow_response(
         table,
         **totals,
+        pictures=json.dumps(pictures),
         decoded=int(vocabulary is not None),
         **{"return": math.nan if value is None else value},
     )

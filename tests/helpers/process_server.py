@@ -42,6 +42,7 @@ from trainer import rl
 from trainer.distributed.launch import make_accelerator
 from trainer.distributed.sharding import whole
 from trainer.models.lora import add_adapter, checkpoint_weights
+from trainer.models.pictures import without_encoder
 from trainer.training import train
 
 
@@ -79,14 +80,17 @@ def prepared(*models: Any) -> tuple[Any, Any]:
     """What `trainer.distributed.launch.wrap` makes of them, sharded layer by layer."""
     model, optimizer = trainer.distributed.launch.wrap(*models)
     check_sharded(model)
-    assert all(isinstance(layer, FSDPModule) for layer in model.model.base_model.layers)
+    assert all(isinstance(layer, FSDPModule) for layer in model.model.get_decoder().layers)
     return model, optimizer
 
 
-def check_sharded(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        assert isinstance(parameter, DTensor)
-        assert parameter.to_local().numel() < parameter.numel() or len(parameter) == 1
+def check_sharded(model: Any) -> None:
+    with without_encoder(model.model) as encoder:
+        for parameter in model.parameters():
+            assert isinstance(parameter, DTensor)
+            assert parameter.to_local().numel() < parameter.numel() or len(parameter) == 1
+    for part in encoder:
+        assert not any(isinstance(parameter, DTensor) for parameter in part.parameters())
 
 
 def gradient(job: dict[str, Any]) -> None:

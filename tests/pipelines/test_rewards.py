@@ -1,10 +1,12 @@
+import math
+
 import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines import merge, place_outcomes, place_rewards, trajectory_returns, unmerge
-from pipelines.rewards import place_token_rewards
+from pipelines.rewards import is_above, mean_of, place_token_rewards
 from schemas import validate
 from schemas.errors import RolloutError
 from schemas.strategies import rollout_tables
@@ -73,6 +75,25 @@ def test_a_new_outcome_leaves_no_old_token_rewards_behind():
     data = rows.collect()
     assert "rewards" not in data.columns
     assert data["reward"].to_list() == [0.0, 7.0]
+
+
+@pytest.mark.parametrize(
+    ("values", "mean"),
+    [([1.0, 4.0], 2.5), ([1e308, 1e308], 1e308), ([math.inf, 1.0], math.inf), ([], None)],
+)
+def test_a_mean_exists_where_the_sum_overflows(values, mean):
+    assert mean_of(pl.Series(values, dtype=pl.Float64)) == pytest.approx(mean)
+
+
+def test_a_value_is_above_a_bar_by_more_than_a_rounding_error():
+    frame = pl.DataFrame({"value": [0.1 + 0.2, 0.3001, 0.29, None]})
+    for bar in (0.3, pl.lit(0.3)):
+        assert frame.select(is_above(pl.col("value"), bar))["value"].to_list() == [
+            False,
+            True,
+            False,
+            None,
+        ]
 
 
 @pytest.mark.slow

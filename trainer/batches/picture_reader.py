@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
 from PIL import Image
@@ -69,19 +69,26 @@ class PictureReader:
         return picture
 
     def prepare(self, picture: Image.Image, where: str) -> Mapping[str, Tensor]:
-        """Return what the image processor makes of a picture.
-
-        Raises:
-            InputError: `picture_file`: it rejects the picture.
-        """
-        try:
-            return self._prepare(picture)
-        except Exception as error:  # processors raise whatever their libraries raise
-            size = f"{picture.width} x {picture.height} pixels"
-            finding = (
-                f"the image processor rejects a picture of {size}: {type(error).__name__}: {error}"
-            )
-            raise InputError("picture_file", where, finding) from error
+        """Return what the image processor makes of a picture; see the function `prepare`."""
+        return prepare(self._prepare, picture, where)
 
     def _read(self, name: str) -> Mapping[str, Tensor]:
         return self.prepare(self.open(name), name)
+
+
+def prepare(
+    processor: Callable[[Image.Image], Mapping[str, Tensor]], picture: Image.Image, where: str
+) -> Mapping[str, Tensor]:
+    """Return what an image processor makes of a picture.
+
+    Raises:
+        InputError: `picture_file`: it rejects the picture.
+    """
+    try:
+        return processor(picture)
+    except Exception as error:  # processors raise whatever their libraries raise
+        size = f"{picture.width} x {picture.height} pixels"
+        finding = (
+            f"the image processor rejects a picture of {size}: {type(error).__name__}: {error}"
+        )
+        raise InputError("picture_file", where, finding) from error

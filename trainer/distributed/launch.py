@@ -6,6 +6,8 @@ import dataclasses
 import gc
 import os
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ from trainer.distributed.meeting import (
     together,
 )
 from trainer.distributed.sharding import is_sharded
+from trainer.models.pictures import without_encoder
 
 
 def make_accelerator(config: TrainConfig) -> Accelerator:
@@ -120,12 +123,13 @@ def _forget_other_precision(precision: str) -> None:
 def wrap(
     accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[Any, torch.optim.Optimizer]:
-    """Place a model, and replicate or shard its parameters over the processes.
+    """Place a policy or critic, and replicate or shard its parameters over the processes.
 
     Raises:
         ConfigError: The launch requests sharded parameters but they are not sharded.
     """
-    model, optimizer = accelerator.prepare(model, optimizer)
+    with _whole_encoder(accelerator, model):
+        model, optimizer = accelerator.prepare(model, optimizer)
     if _is_on("ACCELERATE_USE_FSDP") and not is_sharded(model):
         finding = f"FSDP does not shard parameters on {accelerator.device.type}"
         hint = "launch without --use_fsdp: FSDP needs GPUs"
@@ -137,8 +141,26 @@ def wrap_frozen(accelerator: Accelerator, model: nn.Module) -> Any:
     """Place a model that is only evaluated; shard it if the trained models are sharded."""
     model.requires_grad_(requires_grad=False)
     if accelerator.is_fsdp2:
-        return fsdp2_prepare_model(accelerator, model)
+        with _whole_encoder(accelerator, model):
+            return fsdp2_prepare_model(accelerator, model)
     return accelerator.prepare_model(model, evaluation_mode=True)
+
+
+@contextmanager
+def _whole_encoder(accelerator: Accelerator, model: Any) -> Iterator[None]:
+    """Keep the encoder of pictures out of FSDP in this context: each process has all of it.
+
+    Only some processes have pictures to encode at a time, so a sharded encoder would wait forever
+    for the others.
+    """
+    if not accelerator.is_fsdp2:
+        yield
+        return
+    with without_encoder(model.model) as parts:
+        yield
+    for part in parts:
+        part.to(accelerator.device)
+        part.forward = accelerator.autocast()(part.forward)
 
 
 def _check_launch(optimizer: str) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from schemas.errors import InputError
 from trainer.batches.forest import Forest
 from trainer.distributed.sharding import under
+from trainer.models.layers import layer_classes
 from trainer.models.policy import hidden_before_targets, load_policy
 
 VALUE_HEAD = "value_head.safetensors"
@@ -42,7 +43,7 @@ class Critic(nn.Module):
     @property
     def _no_split_modules(self) -> Any:
         """Classes of layers that FSDP shards one by one; Accelerate reads this attribute."""
-        return self.model._no_split_modules
+        return layer_classes(self.model)
 
     def forward(self, forest: Forest) -> Tensor:
         """Compute the value of the prompt and response before each target ([M] float32)."""

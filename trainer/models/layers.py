@@ -76,6 +76,12 @@ def layers_of(model: Any, key: str, verb: str) -> list[Any]:
     return _layers(model)
 
 
+def layer_classes(model: Any) -> list[str]:
+    """Return the names of the classes that a model keeps in one piece, and of which it has modules."""
+    present = {type(module).__name__ for module in model.modules()}
+    return sorted(present.intersection(model._no_split_modules or ()))
+
+
 def num_layers(model: Any) -> int:
     """Count the layers of the usual kind; a model of another kind has none."""
     return len(_layers(model))

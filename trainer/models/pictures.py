@@ -10,12 +10,13 @@ a micro-batch, without gradient.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.batches.forest import Forest, Pictures
 
@@ -29,6 +30,24 @@ def shows_pictures(model: Any) -> bool:
     accepts = "mm_encoder_outputs" in inspect.signature(base.forward).parameters
     has_placeholder = getattr(model.config, "image_token_id", None) is not None
     return accepts and has_placeholder and hasattr(base, "get_image_features")
+
+
+@contextmanager
+def without_encoder(model: Any) -> Iterator[list[nn.Module]]:
+    """Take the parts that encode pictures out of a model in this context, and yield them.
+
+    They are frozen. Nothing is taken out of a model that has no encoder of pictures.
+    """
+    base, decoder = model.base_model, model.get_decoder()
+    parts = dict(base.named_children()) if shows_pictures(model) else {}
+    parts = {name: part for name, part in parts.items() if decoder not in part.modules()}
+    for name in parts:
+        setattr(base, name, None)
+    try:
+        yield list(parts.values())
+    finally:
+        for name, part in parts.items():
+            setattr(base, name, part)
 
 
 def picture_inputs(model: Any, forest: Forest) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from trainer.models.attention import (
 )
 from trainer.models.compiling import SYMBOLIC_SIZES
 from trainer.models.directory import check_model_directory, code_of
-from trainer.models.layers import recompute_layers
+from trainer.models.layers import layer_classes, recompute_layers
 from trainer.models.logprob_head import set_logprobs, target_logprobs, teacher_divergence
 from trainer.models.pictures import picture_inputs
 from trainer.models.rotary import fix_frequencies
@@ -84,7 +84,7 @@ class Policy(nn.Module):
     @property
     def _no_split_modules(self) -> Any:
         """Classes of layers that FSDP shards one by one; Accelerate reads this attribute."""
-        return self.model._no_split_modules
+        return layer_classes(self.model)
 
     def forward(self, forest: Forest, temperature: Tensor) -> Any:
         """Compute log-probabilities and entropies in one forward pass.

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import numpy as np
 import polars as pl
 from PIL import Image
 from torch._subclasses.fake_tensor import FakeTensor
 
-from schemas.errors import ConfigError, InputError
-from trainer.batches.picture_reader import PictureReader
+from rollout_io.retokenize.processor import load_image_processor
+from schemas.errors import InputError
+from trainer.batches.picture_reader import PictureReader, prepare
 from trainer.checks import Rule, refuse
 from trainer.distributed.sharding import is_sharded
 from trainer.models.layers import plain_layers
 from trainer.models.pictures import num_features, shows_pictures
+from trainer.models.policy import load_policy
 from trainer.models.self_check import check_pictures
 from trainer.run.run import Run
 
 PROBE = (64, 48)
 """Width and height of the picture with which models are checked, pixels."""
+NUM_LOGITS = 256
+"""Targets of a check whose logits are in memory at once."""
 
 PICTURES = (
     Rule(
@@ -57,7 +64,6 @@ def open_pictures(run: Run, rows: pl.DataFrame) -> PictureReader | None:
         InvariantError, InputError: A picture or its tokens are unknown, the file is missing or was
             changed, it cannot be read, or its tokens are not those that the model has for it; a model
             does not see pictures, or not as its own forward pass does.
-        ConfigError: Parameters are sharded.
     """
     config = run.config
     facts = rows.select("name", "pictures").unnest("pictures")
@@ -66,20 +72,32 @@ def open_pictures(run: Run, rows: pl.DataFrame) -> PictureReader | None:
     for role, model in run.models.items():
         seen = facts.with_columns(model=pl.lit(role), sees=pl.lit(shows_pictures(model)))
         refuse(seen, PICTURES, config)
-    if is_sharded(run.policy):
-        finding = "FSDP with pictures, which only some processes encode at a time"
-        raise ConfigError("launch", "accelerate launch", finding, "data parallelism")
     reader = PictureReader(config.model.path, config.data.dataset)
-    policy, random = run.whole_policy, np.random.default_rng(0)
+    policy, path = run.whole_policy, config.model.path
     if isinstance(next(policy.parameters()), FakeTensor):  # its weights have no values
         return reader
-    noise = Image.fromarray(random.integers(0, 256, (*PROBE[::-1], 3), dtype=np.uint8))
     trees = config.batch.sequence_layout == "tree"
-    with plain_layers():
-        prepared = reader.prepare(noise, "a picture of noise")
-        check_pictures(policy, config.model.path, prepared, trees=trees)
+    if not is_sharded(policy):
+        _check_policy(policy, path, trees=trees)
+    elif run.accelerator.is_main_process:
+        _check_directory(path, trees=trees)
     _check_tokens(reader, facts, run)
     return reader
+
+
+@cache
+def _check_directory(path: str, *, trees: bool) -> None:
+    """Check a model whose parameters are sharded: once, with a copy of it that is not."""
+    policy = load_policy(path, logprob_chunk_tokens=NUM_LOGITS, trees=trees, checks=False)
+    _check_policy(policy, path, trees=trees)
+
+
+def _check_policy(policy: Any, path: str, *, trees: bool) -> None:
+    random = np.random.default_rng(0)
+    noise = Image.fromarray(random.integers(0, 256, (*PROBE[::-1], 3), dtype=np.uint8))
+    prepared = prepare(load_image_processor(path), noise, "a picture of noise")
+    with plain_layers():
+        check_pictures(policy, path, prepared, trees=trees)
 
 
 def _check_tokens(reader: PictureReader, facts: pl.DataFrame, run: Run) -> None:

@@ -363,6 +363,24 @@ def test_routes_are_those_of_the_step_that_sampled_the_token_and_come_back(
     assert back.to_pylist() == routed(first, second).to_pylist()
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "num_rows"),
+    [
+        ([5, 6], [5, 6, 7, 8], 1),
+        ([5, 6], [5, 1, 7, 8], 2),
+        ([5], [5], 1),
+        ([5], [5, 6, 7, 8], 2),  # the first step trains on a token after one without a route
+        ([5, 6, 7], [5, 6], 2),
+    ],
+)
+def test_with_same_routes_steps_merge_only_if_all_trained_tokens_keep_theirs(
+    first, second, num_rows
+):
+    table = as_table(STEPS).append_column("rollout_expert_indices", routed(first, second))
+    assert merge_table(table, same_routes=True).num_rows == num_rows
+    assert merge_table(table).num_rows == 1
+
+
 def test_rows_that_tell_sampled_ranges_of_their_own_are_not_taken_apart():
     ranges = [{"start": 0, "length": 1, "step_index": i} for i in range(2)]
     ranges[1]["start"] = 1

@@ -390,15 +390,22 @@ def test_numbers_of_attempts_are_what_their_rows_say():
         },
     ]
     rows = table(
-        ("a", 0, steps), ("a", 1, [{"messages": '[broken "tool_calls'}]), optional=("messages",)
+        ("a", 0, steps),
+        ("a", 1, [{"messages": '[broken "tool_calls'}]),
+        ("a", 2, [{"messages": json.dumps(said[:1])}]),
+        ("a", 3, [{"messages": json.dumps([{"role": "user", "content": "Hi"}])}]),
+        optional=("messages",),
     )
-    first, second = attempts(rows).to_dicts()
+    first, second, unanswered, silent = attempts(rows).to_dicts()
     assert first["tools"] == ["bash", "bash"]
     assert first["tool errors"] == 0.5
     assert (first["steps"], first["response tokens"]) == (2, 9)
     assert first["repeated 4-grams"] == pytest.approx(1 / 5)
     assert first["stop_reason"] == "stop"
     assert (second["tools"], second["tool errors"]) == (None, None)
+    assert unanswered["tools"] == ["bash", "bash"]
+    assert (unanswered["failed_tools"], unanswered["tool errors"]) == (None, None)
+    assert (silent["tools"], silent["failed_tools"], silent["tool errors"]) == ([], [], None)
 
 
 def test_greedy_attempts_part_at_the_first_other_token():

@@ -10,6 +10,7 @@ import rollout_io
 import rollout_io.formats.exports
 from pipelines.view.export import export, key_of
 from tests.helpers.conversion_helpers import write
+from tests.helpers.picture_rows import MISSING, WAYS, picture, write_steps
 from tests.helpers.report_helpers import answers_in
 from tests.helpers.view_helpers import Asked, bundle_in
 
@@ -83,3 +84,27 @@ def test_a_picture_that_was_changed_is_not_shown(dataset, tmp_path):
     (tmp_path / "ds.blobs" / f"{BLOB[7:]}.png").symlink_to("/etc/hostname")
     ask = Asked(tmp_path / "ds")
     assert ask("/api/datasets/d0/picture", blob=BLOB) == {"url": None}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_tokens_of_a_row_come_with_the_pictures_at_them(way, tmp_path):
+    entry = write_steps(tmp_path / "ds", way)
+    ask = Asked(tmp_path / "ds")
+    rows = [[entry, MISSING]] if way == "merged" else [[entry], [entry, MISSING]]
+    for step, entries in enumerate(rows):
+        table = ask.table("/api/datasets/d0/tokens", trajectory_id="a_0", step_index=step)
+        assert json.loads(table.schema.metadata[b"pictures"]) == entries
+        ids = table.column("id").to_pylist()
+        spans = [ids[one["start"] :][: one["length"]] for one in entries]
+        assert spans == [[9] * one["length"] for one in entries]
+
+
+def test_a_report_has_the_pictures_of_tokens_without_messages(tmp_path):
+    entry = write_steps(tmp_path / "ds", "prefix")
+    bundle, out = bundle_in(tmp_path / "bundle"), tmp_path / "report.html"
+    export(Asked(tmp_path / "ds").sources, bundle, str(out), where=None, limit=5)
+    urls = [
+        json.loads(answers_in(out)[key_of("/api/datasets/d0/picture", blob=one["sha256"])])["url"]
+        for one in (entry, MISSING)
+    ]
+    assert urls == [f"data:image/png;base64,{base64.b64encode(picture()).decode()}", None]

@@ -1,5 +1,6 @@
 """Every number that the viewer shows equals what Polars reads from the dataset."""
 
+import json
 import math
 
 import numpy as np
@@ -193,13 +194,14 @@ def test_a_row_says_its_prompt_and_number_of_steps(ask, shop):
     row = scan(shop).filter(pl.col("step_index") == 2).first().collect().to_dicts()[0]
     table = ask.table(f"{ROOT}/tokens", trajectory_id=row["trajectory_id"], step_index=2)
     num_steps = scan(shop).filter(trajectory_id=row["trajectory_id"]).collect().height
-    metadata = {key.decode(): float(value) for key, value in table.schema.metadata.items()}
+    metadata = {key.decode(): json.loads(value) for key, value in table.schema.metadata.items()}
     returns = trajectory_returns(scan(shop)).filter(trajectory_id=row["trajectory_id"]).collect()
     assert metadata == {
         "prompt_tokens": len(row["prompt_token_ids"]),
         "num_steps": num_steps,
         "return": returns["return"].item(),
         "decoded": 1,
+        "pictures": [],
     }
     assert table.schema.field("bytes").type == pa.binary()
 

@@ -15,15 +15,15 @@ from transformers import AutoModelForImageTextToText
 
 from schemas.errors import RolloutError
 from tests.helpers.configs import train_config
-from tests.helpers.trainer_helpers import gradients, relative_difference
+from tests.helpers.trainer_helpers import gradients, relative_difference, tiny_policy
 from tests.helpers.vision_models import CONFIGS, SHOWS, Album, Part, plain_model, save_model
 from trainer.batch import Batch, to_batch
 from trainer.batches.forest import Forest, Pictures
 from trainer.batches.packing import cut_batch
 from trainer.models import pictures
-from trainer.models.layers import compile_layers
+from trainer.models.layers import compile_layers, layer_classes
 from trainer.models.lora import add_adapter
-from trainer.models.pictures import grid_positions
+from trainer.models.pictures import grid_positions, num_features, without_encoder
 from trainer.models.policy import Policy, load_policy
 from trainer.models.self_check import check_pictures
 from trainer.run.checkpoint import write_model
@@ -222,6 +222,28 @@ def test_only_the_text_part_trains_and_gets_adapters(kind: str, seen: Any) -> No
         inside = ("language_model.", "text_model.", "lm_head")
         assert all(any(part in name for part in inside) for name in trained)
     assert all("lora_" in name for name in trained)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_the_encoder_is_all_that_pictures_pass_before_the_text_part(kind: str, seen: Any) -> None:
+    _, album, model = seen(kind)
+    before = [name for name, _ in model.named_parameters()]
+    with without_encoder(model) as parts:
+        left = [name for name, _ in model.named_parameters()]
+        (layer,) = layer_classes(model)
+        with pytest.raises((TypeError, AttributeError)):
+            num_features(model, album.inputs["small"])
+    inside = ("model.language_model.", "model.text_model.", "lm_head.")
+    assert left == [name for name in before if name.startswith(inside)] != before
+    assert layer.endswith("DecoderLayer")
+    assert sum(len(list(part.parameters())) for part in parts) == len(before) - len(left)
+    assert [name for name, _ in model.named_parameters()] == before
+
+
+def test_a_model_of_text_has_no_encoder_to_take_out() -> None:
+    model = tiny_policy().model
+    with without_encoder(model) as parts:
+        assert parts == []
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from rollout_io.cli.main import run as main
 from rollout_io.dataset.blobs import Blobs
 from schemas.errors import RolloutError
 from tests.helpers.configs import train_config
+from tests.helpers.process_client import Server
 from tests.helpers.trainer_helpers import save_tiny_model, write_dataset
 from tests.helpers.vision_models import (
     SHOWS,
@@ -22,6 +23,7 @@ from tests.helpers.vision_models import (
     Part,
     digest,
     encoded,
+    plain_model,
     save_model,
     store_pictures,
 )
@@ -117,6 +119,65 @@ def test_two_processes_train_on_pictures_as_one_does(tmp_path: Path) -> None:
     (first,), (second,) = one, lines(tmp_path / "two")
     for name in ("loss", "grad_norm", "num_forwarded_tokens"):
         assert second[name] == pytest.approx(first[name], rel=1e-4, abs=1e-6)
+
+
+def texts(album: Album, group: str) -> Rows:
+    """A group of rows that show nothing."""
+    return [
+        album.row([[20 + n, 21, 22, 23]], [[24, 25 + n]])
+        | {
+            "instance_id": group,
+            "repetition_id": n,
+            "trajectory_id": f"{group}_{n}",
+            "step_index": 0,
+            "is_last_step": True,
+            "token_source": "engine",
+            "reward": float(n == 1),
+            "rollout_logprobs": [-3.0] * 2,
+            "temperature": 1.0,
+        }
+        for n in range(3)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
+def test_sharded_parameters_train_on_pictures_as_one_process_does(
+    kind: str, tmp_path: Path
+) -> None:
+    """Three micro-batches show pictures and one does not: one process encodes while another does not."""
+    game = Screens(kind, tmp_path)
+    album = Album(kind, game.model, tmp_path / "texts")
+    rows = [*screens(album, num_groups=1), *texts(album, "a"), *texts(album, "b")]
+    dataset = game.write(rows)
+    settings: dict[str, Any] = {"groups_per_batch": 3, "groups_per_mini_batch": 3}
+    settings |= {"tokens_per_micro_batch": 48, "num_epochs": 4, "save_every_updates": 2}
+    settings |= {"kl_loss_coef": 0.1, "record_tokens": "none"}
+    one = train(game, tmp_path / "one", **settings)
+    config = {"dataset": dataset, "model": game.model, "learning_rate": 1e-3, **settings}
+    config |= {"out": str(tmp_path / "two")}
+    server = Server(tmp_path)
+    with server.process:
+        server.train(config | {"max_updates": 2}, sharded="by Accelerate")
+        server.train(config, sharded="by Accelerate", resume=True)
+    two = lines(tmp_path / "two")
+    assert [line["num_micro_batches"] for line in two] == [4] * 4
+    for name in ("loss", "grad_norm", "policy_entropy", "policy_kl"):
+        values = [[line[name] for line in run] for run in (one, two)]
+        assert values[1] == pytest.approx(values[0], rel=1e-4, abs=1e-6), name
+    weights = [
+        plain_model(str(folder)).state_dict()
+        for folder in (
+            Path(game.model),
+            *(tmp_path / run / "checkpoints" / "global_step_4" for run in ("one", "two")),
+        )
+    ]
+    torch.testing.assert_close(weights[2], weights[1], rtol=1e-4, atol=1e-5)
+    trained = {
+        name for name, first in weights[0].items() if not torch.equal(first, weights[2][name])
+    }
+    assert trained
+    assert all("language_model" in name or "lm_head" in name for name in trained)
 
 
 @pytest.mark.slow

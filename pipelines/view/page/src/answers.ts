@@ -3,6 +3,7 @@
 import { type Table, tableFromIPC } from "apache-arrow";
 import { sorted } from "./order";
 import { NotInReport, type Parameters, Report } from "./report";
+import type { PictureSpan } from "./token_layout";
 
 export type { Parameters };
 export type Value = number | string | boolean | null;
@@ -395,6 +396,11 @@ export interface Conversation {
 
 export function conversation(dataset: string, trajectory: string): Promise<Conversation> {
   return json(datasetPath(dataset, "conversation"), { trajectory_id: trajectory });
+}
+
+/** The pictures of a row whose tokens are known, in their order. */
+export function picturesOf(table: Table): PictureSpan[] {
+  return JSON.parse(table.schema.metadata.get("pictures") ?? "[]") as PictureSpan[];
 }
 
 /** Return a picture as a data URL; null if the store does not have it. */

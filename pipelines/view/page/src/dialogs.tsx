@@ -12,7 +12,7 @@ import { count, short } from "./text";
 
 export type Opened = "keys" | "copy" | "label" | "pins" | null;
 
-function Dialog(props: { title: string; onClose: () => void; children: ComponentChildren }): JSX.Element {
+export function Dialog(props: { title: string; onClose: () => void; children: ComponentChildren }): JSX.Element {
   const ref = useRef<HTMLDialogElement>(null);
   useEffect(() => ref.current?.showModal(), []);
   return (

@@ -74,6 +74,7 @@ export function drawFault(
   context.lineWidth = 1.5;
   for (let line = Math.max(first, layout.line[from]!); line <= Math.min(last - 1, layout.line[to]!); line++) {
     const [begin, end] = [Math.max(from, layout.starts[line]!), Math.min(to, layout.starts[line + 1]! - 1)];
+    if (end < begin) continue; // beside a picture
     const y = top + line * LINE;
     const [x0, x1] = [left + layout.x[begin]! - 1, left + layout.x[end]! + layout.width[end]! + 1];
     context.beginPath();

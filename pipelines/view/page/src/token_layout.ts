@@ -5,6 +5,20 @@ import { pieces, tokenPieces } from "./text";
 
 export const LINE = 22;
 const GAP = 1;
+/** Height of a picture with its caption, in lines. */
+export const PICTURE_LINES = 7;
+const PICTURE_WIDTH = 300;
+
+/** The tokens that stand for a picture of the dataset's store. */
+export interface PictureSpan {
+  sha256: string;
+  start: number;
+  length: number;
+}
+
+export function pictureAt(pictures: PictureSpan[], at: number | null): PictureSpan | undefined {
+  return at === null ? undefined : pictures.find(({ start, length }) => start <= at && at < start + length);
+}
 
 export interface TokenText {
   shown: string;
@@ -43,18 +57,21 @@ export interface Layout {
   line: Int32Array;
   /** The first token of each line, and the number of tokens as the last element. */
   starts: number[];
+  /** All tokens of a picture are on its first line, at one place; its other lines have no tokens. */
+  pictures: PictureSpan[];
 }
 
 const ASCII = /^[\x20-\x7e]*$/;
 
-/** Wrap tokens into lines of this width. */
-export function layOut(texts: TokenText[], breakBefore: number, width: number, context: CanvasRenderingContext2D): Layout {
+/** Wrap tokens into lines of this width; each picture has lines to itself. */
+export function layOut(texts: TokenText[], pictures: PictureSpan[], breakBefore: number, width: number, context: CanvasRenderingContext2D): Layout {
   const count = texts.length;
   const layout: Layout = {
     x: new Float32Array(count),
     width: new Float32Array(count),
     line: new Int32Array(count),
     starts: [0],
+    pictures,
   };
   const letter = context.measureText("m").width;
   const measured = new Map<string, number>();
@@ -67,8 +84,20 @@ export function layOut(texts: TokenText[], breakBefore: number, width: number, c
     }
     return known;
   };
+  const lengths = new Map(pictures.map(({ start, length }) => [start, length]));
   let x = 0;
   for (let at = 0; at < count; at++) {
+    const length = lengths.get(at);
+    if (length !== undefined) {
+      const end = at + length;
+      if (x > 0) layout.starts.push(at);
+      layout.width.fill(Math.min(PICTURE_WIDTH, width), at, end);
+      layout.line.fill(layout.starts.length - 1, at, end);
+      for (let line = 1; line < PICTURE_LINES + Number(end < count); line++) layout.starts.push(end);
+      x = 0;
+      at = end - 1;
+      continue;
+    }
     const text = texts[at]!;
     const wide = Math.max(widthOf(text.shown), 3);
     const isForced = at === breakBefore || (at > 0 && texts[at - 1]!.breaks);
@@ -85,13 +114,15 @@ export function layOut(texts: TokenText[], breakBefore: number, width: number, c
   return layout;
 }
 
-/** The token at a point, or the nearest one on its line; -1 if there are no tokens. */
+/** The token at a point, or the nearest one on its line; the first one of a picture; -1 if there are no tokens. */
 export function tokenAt(layout: Layout, x: number, line: number): number {
   const lines = layout.starts.length - 1;
   if (line < 0 || line >= lines) return -1;
   const [start, end] = [layout.starts[line]!, layout.starts[line + 1]!];
-  for (let at = start; at < end; at++) if (x < layout.x[at]! + layout.width[at]! + GAP) return at;
-  return end - 1;
+  let at = start;
+  while (at < end - 1 && x >= layout.x[at]! + layout.width[at]! + GAP) at += 1;
+  at = Math.min(at, end - 1);
+  return pictureAt(layout.pictures, at)?.start ?? at;
 }
 
 /** Bytes as hexadecimal numbers. */

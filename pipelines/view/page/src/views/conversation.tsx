@@ -3,12 +3,13 @@
 import type { JSX } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
 import { go } from "../address";
-import { type Conversation, conversation, type Part, picture, type Turn } from "../answers";
+import { type Conversation, conversation, type Part, type Turn } from "../answers";
 import { FindingBadge } from "../faults";
 import { NoTrajectory } from "../first_trajectory";
 import { useKeys } from "../keys";
 import { Markdown } from "../markdown";
 import { Awaited, Empty, Go, Num, Text, useAnswer } from "../parts";
+import { usePictureUrl } from "../pictures";
 import { useSession } from "../session";
 import { count, plain, short } from "../text";
 
@@ -272,8 +273,7 @@ function PartOf({ part, open, folds }: { part: Part; open: boolean; folds: boole
 function Picture({ part }: { part: Part }): JSX.Element {
   const { dataset } = useSession();
   const isStored = part.type === "image" && part.text.startsWith("sha256:") && dataset !== null;
-  const answer = useAnswer(isStored ? `${dataset.id} ${part.text}` : null, () => picture(dataset!.id, part.text));
-  const url = answer.value?.url;
+  const url = usePictureUrl(isStored ? part.text : null);
   const name = plain(part.name ?? part.type, 80);
   if (url !== undefined && url !== null) return <img class="picture" src={url} alt={name} title={part.text} />;
   return (

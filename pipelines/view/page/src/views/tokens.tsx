@@ -4,17 +4,18 @@ import type { Table } from "apache-arrow";
 import type { JSX } from "preact";
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { go, togglePin } from "../address";
-import { type Span, tokens, total, valueOf, verdicts } from "../answers";
+import { picturesOf, type Span, tokens, total, valueOf, verdicts } from "../answers";
 import { css, inkOn, type Scale } from "../colours";
 import { drawFault, faultsAt, GUTTER, marginNotes, spanOf, Verdicts } from "../faults";
 import { NoTrajectory } from "../first_trajectory";
 import { useKeys } from "../keys";
 import { Awaited, Cell, cssVariable, Legend, Num, surface, Text, useAnswer, useSize, useTheme } from "../parts";
+import { captionOf, PictureDialog, TokenPicture } from "../pictures";
 import { RecordedIn } from "../recorded";
 import { useSession } from "../session";
 import { count, exact, pieces, short, tokenPieces } from "../text";
 import { rankable, ranked, type TokenColumn, tokenColumns } from "../token_columns";
-import { hex, type Layout, layOut, LINE, tokenAt, type TokenText, tokenTexts, wholeCharacter } from "../token_layout";
+import { hex, type Layout, layOut, LINE, PICTURE_LINES, pictureAt, type PictureSpan, tokenAt, type TokenText, tokenTexts, wholeCharacter } from "../token_layout";
 
 export const FONT = '13px ui-monospace, "SF Mono", "Cascadia Mono", "DejaVu Sans Mono", Menlo, Consolas, monospace';
 const MAP = 72;
@@ -71,6 +72,8 @@ function Tokens({ table, trajectory, step }: Shown): JSX.Element {
   const reward = total(table, "return");
   const length = table.numRows;
   const columns = useMemo(() => tokenColumns(table), [table]);
+  const pictures = useMemo(() => picturesOf(table), [table]);
+  const [opened, setOpened] = useState<PictureSpan | null>(null);
   // With most estimators, all tokens of a row have the same advantage, so its colour shows nothing.
   const fallback = useMemo(() => {
     const named = FIRST_COLOURS.map((name) => columns.find((one) => one.name === name)).filter((one) => one !== undefined);
@@ -95,11 +98,17 @@ function Tokens({ table, trajectory, step }: Shown): JSX.Element {
   const moveTo = (at: number): void => {
     if (length > 0) go({ at: String(Math.max(0, Math.min(length - 1, at))) }, { replace: true });
   };
-  const move = (by: number): void => moveTo(cursor === null ? (prompt < length ? prompt : 0) : cursor + by);
+  const move = (by: 1 | -1): void => {
+    if (cursor === null) return moveTo(prompt < length ? prompt : 0);
+    const here = pictureAt(pictures, cursor);
+    const next = by < 0 ? (here?.start ?? cursor) - 1 : here === undefined ? cursor + 1 : here.start + here.length;
+    moveTo(pictureAt(pictures, next)?.start ?? next);
+  };
   const moveLine = (by: number): void => {
     const lines = layout.current;
-    if (lines === null || cursor === null) return move(0);
-    const next = tokenAt(lines, lines.x[cursor]!, lines.line[cursor]! + by);
+    if (lines === null || cursor === null) return move(1);
+    const lower = by > 0 && pictureAt(pictures, cursor) !== undefined ? PICTURE_LINES - 1 : 0;
+    const next = tokenAt(lines, lines.x[cursor]!, lines.line[cursor]! + lower + by);
     if (next >= 0) moveTo(next);
   };
   const goWorst = (by: number): void => {
@@ -138,6 +147,7 @@ function Tokens({ table, trajectory, step }: Shown): JSX.Element {
     { key: "w", does: "next worst token by the colour's column", run: () => goWorst(1) },
     { key: "W", does: "previous token in that order", run: () => goWorst(-1) },
     ...(audited ? [{ key: "v", does: "next fault or swap that the audit found", run: () => goFault(1) }, { key: "V", does: "previous fault or swap", run: () => goFault(-1) }] : []),
+    ...(pictures.length > 0 ? [{ key: "Enter", does: "open the picture at the cursor", run: () => setOpened(pictureAt(pictures, cursor) ?? null) }] : []),
     { key: "[", does: "previous step", run: () => goStep(-1) },
     { key: "]", does: "next step", run: () => goStep(1) },
     { key: "x", does: "colour by the next column", run: () => nextColumn(1) },
@@ -200,6 +210,7 @@ function Tokens({ table, trajectory, step }: Shown): JSX.Element {
           table={table}
           name={`${trajectory} ${step}`}
           prompt={prompt}
+          pictures={pictures}
           column={column}
           scale={scale}
           faults={faults}
@@ -207,13 +218,15 @@ function Tokens({ table, trajectory, step }: Shown): JSX.Element {
           layoutRef={layout}
           onHover={setHovered}
           onChoose={moveTo}
+          onOpen={setOpened}
         />
         <div class="beside">
           {scale !== null && column !== null && <Legend scale={scale} values={column.values} title={column.unit === "" ? column.title : `${column.title}, ${column.unit}`} />}
           {audited && <Awaited answer={audit}>{(found) => <Verdicts spans={found.spans} findings={found.findings} audited={dataset!.num_verdicts > 0} onOpen={(position) => moveTo(prompt + position)} />}</Awaited>}
-          <Details table={table} faults={faults} at={hovered ?? cursor} prompt={prompt} columns={columns} isHovered={hovered !== null && hovered !== cursor} />
+          <Details table={table} faults={faults} picture={pictureAt(pictures, hovered ?? cursor)} at={hovered ?? cursor} prompt={prompt} columns={columns} isHovered={hovered !== null && hovered !== cursor} />
         </div>
       </div>
+      {opened !== null && <PictureDialog span={opened} onClose={() => setOpened(null)} />}
     </>
   );
 }
@@ -223,6 +236,7 @@ interface CanvasProps {
   /** Id of the row, for tests that wait until it is drawn. */
   name: string;
   prompt: number;
+  pictures: PictureSpan[];
   column: TokenColumn | null;
   scale: Scale | null;
   faults: Span[];
@@ -230,10 +244,11 @@ interface CanvasProps {
   layoutRef: { current: Layout | null };
   onHover: (at: number | null) => void;
   onChoose: (at: number) => void;
+  onOpen: (picture: PictureSpan) => void;
 }
 
 function TokenCanvas(props: CanvasProps): JSX.Element {
-  const { table, prompt, column, scale, faults, cursor } = props;
+  const { table, prompt, pictures, column, scale, faults, cursor } = props;
   const theme = useTheme();
   const [ref, size] = useSize();
   const canvas = useRef<HTMLCanvasElement>(null);
@@ -245,8 +260,8 @@ function TokenCanvas(props: CanvasProps): JSX.Element {
     if (width === 0) return null;
     const context = document.createElement("canvas").getContext("2d")!;
     context.font = FONT;
-    return layOut(texts, prompt, width, context);
-  }, [texts, width, prompt]);
+    return layOut(texts, pictures, prompt, width, context);
+  }, [texts, pictures, width, prompt]);
   props.layoutRef.current = layout;
   const lines = layout === null ? 0 : layout.starts.length - 1;
   const notes = useMemo(() => {
@@ -261,6 +276,7 @@ function TokenCanvas(props: CanvasProps): JSX.Element {
   const [hovered, setHovered] = useState<number | null>(null);
   const inks = useMemo(() => inksOf(column, scale), [column, scale]);
 
+  const linesOf = (at: number): number => (pictureAt(pictures, at) === undefined ? 1 : PICTURE_LINES);
   const draw = (): void => {
     if (canvas.current === null || layout === null || ref.current === null) return;
     const top = ref.current.scrollTop;
@@ -275,10 +291,11 @@ function TokenCanvas(props: CanvasProps): JSX.Element {
     const last = Math.min(lines, Math.ceil((top - MARGIN + size.height) / LINE) + 1);
     for (let line = first; line < last; line++) {
       const y = MARGIN + line * LINE - top;
-      if (layout.starts[line] === prompt && prompt > 0) {
+      if (layout.line[prompt] === line && prompt > 0) {
         context.fillStyle = look.line;
         context.fillRect(MARGIN, y - 1, width, 1);
       }
+      if (pictureAt(pictures, layout.starts[line]!) !== undefined) continue;
       for (let at = layout.starts[line]!; at < layout.starts[line + 1]!; at++) {
         drawToken(context, at, texts[at]!, layout, y, inks, look, sampled[at] === 1, trained[at] === 1);
       }
@@ -295,7 +312,7 @@ function TokenCanvas(props: CanvasProps): JSX.Element {
       if (at === null || at >= layout.line.length) continue;
       context.strokeStyle = colour;
       context.lineWidth = wide;
-      context.strokeRect(MARGIN + layout.x[at]! - 0.5, MARGIN + layout.line[at]! * LINE - top + 0.5, layout.width[at]! + 1, LINE - 3);
+      context.strokeRect(MARGIN + layout.x[at]! - 0.5, MARGIN + layout.line[at]! * LINE - top + 0.5, layout.width[at]! + 1, linesOf(at) * LINE - 3);
     }
     canvas.current.dataset.drawn = `${first} ${last}`;
   };
@@ -315,7 +332,7 @@ function TokenCanvas(props: CanvasProps): JSX.Element {
     const { scrollTop } = ref.current;
     if (!isSeen.current && cursor === null) ref.current.scrollTop = Math.max(0, y - 5 * LINE);
     else if (y < scrollTop + LINE) ref.current.scrollTop = y - (isSeen.current ? 2 * LINE : size.height / 3);
-    else if (y > scrollTop + size.height - 2 * LINE) {
+    else if (y > scrollTop + size.height - (linesOf(to) + 1) * LINE) {
       ref.current.scrollTop = y - size.height * (isSeen.current && y < scrollTop + size.height + 3 * LINE ? 0.9 : 0.4);
     }
     isSeen.current = true;
@@ -352,6 +369,12 @@ function TokenCanvas(props: CanvasProps): JSX.Element {
       >
         <div class="sizer" style={{ height: `${height}px` }}>
           <canvas ref={canvas} class="tokens" aria-hidden="true" data-row={props.name} data-tokens={table.numRows} />
+          {layout !== null &&
+            pictures.map((span) => {
+              const top = MARGIN + layout.line[span.start]! * LINE + 2;
+              const place = { top: `${top}px`, left: `${MARGIN}px`, width: `${layout.width[span.start]!}px`, height: `${PICTURE_LINES * LINE - 6}px` };
+              return <TokenPicture key={span.start} span={span} style={place} onOpen={() => props.onOpen(span)} />;
+            })}
         </div>
       </div>
       {layout !== null && <Minimap layout={layout} inks={inks} width={width} prompt={prompt} faults={faults} scroller={ref} size={size} cursor={cursor} />}
@@ -451,6 +474,8 @@ function Minimap({ layout, inks, width, prompt, faults, scroller, size, cursor }
       context.fillStyle = inks.fill[at] ?? plain;
       context.fillRect(layout.x[at]! * shrink, layout.line[at]! * per, Math.max(0.7, layout.width[at]! * shrink), tall);
     }
+    context.fillStyle = cssVariable("--all");
+    for (const { start } of layout.pictures) context.fillRect(0, layout.line[start]! * per, layout.width[start]! * shrink, PICTURE_LINES * per);
     if (prompt > 0 && prompt < layout.line.length) {
       context.fillStyle = cssVariable("--muted");
       context.fillRect(0, layout.line[prompt]! * per, MAP, 1);
@@ -501,6 +526,7 @@ function Minimap({ layout, inks, width, prompt, faults, scroller, size, cursor }
 interface DetailsProps {
   table: Table;
   faults: Span[];
+  picture: PictureSpan | undefined;
   at: number | null;
   prompt: number;
   columns: TokenColumn[];
@@ -514,7 +540,7 @@ function visibleBlank(text: string): string {
 }
 
 /** All values of one token; a screen reader announces them when the cursor stops. */
-function Details({ table, faults, at, prompt, columns, isHovered }: DetailsProps): JSX.Element {
+function Details({ table, faults, picture, at, prompt, columns, isHovered }: DetailsProps): JSX.Element {
   if (at === null) {
     return (
       <aside class="details" aria-label="Token">
@@ -553,6 +579,7 @@ function Details({ table, faults, at, prompt, columns, isHovered }: DetailsProps
       <div class="glyph">
         {bytes === null || bytes.length === 0 ? <span class="none">no text</span> : tokenPieces(bytes).map((piece) => piece.escaped === undefined ? visibleBlank(piece.text) : <span class="escape" title={piece.escaped}>{piece.text}</span>)}
       </div>
+      {picture !== undefined && <p data-name="picture">A picture is shown here: {captionOf(picture)}.</p>}
       {fault !== "" && <p class="failed" data-name="fault">{fault}{faults.some((span) => span.swap_position === at - prompt) && " (first token after the swap)"}</p>}
       {isBroken && (
         <p class="note">
