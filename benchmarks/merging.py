@@ -1,6 +1,6 @@
 """Compare our merge and checks with SkyRL's, on 20 million tokens of multi-turn steps.
 
-    python -m benchmarks.merging [--skyrl PYTHON]
+    python -m benchmarks.merging [--skyrl PYTHON | --scaling | --polars]
 
 PYTHON is the interpreter of an environment with SkyRL (see skyrl_merging.py). Without it, SkyRL is
 replaced by a merge on Python lists with the same rule. Both sides start and end with Arrow tables.
@@ -21,11 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.synthetic import best_of, growing_trajectories, num_tokens
+from pipelines.merging.lineage import continued_rows
 from pipelines.merging.merge import merge_table
+from pipelines.merging.prefix_tree import prefix_tree
 from rollout_io.dataset.prefix_layout import encode_prefixes
 from schemas import check
 
@@ -42,7 +45,13 @@ def main() -> None:
     parser.add_argument(
         "--scaling", action="store_true", help="only measure how merging scales with size"
     )
+    parser.add_argument(
+        "--polars", action="store_true", help="only compare with the same work as expressions"
+    )
     arguments = parser.parse_args()
+    if arguments.polars:
+        expressions()
+        return
     if arguments.scaling:
         scaling()
         return
@@ -140,6 +149,58 @@ def scaling() -> None:
         seconds, _ = best_of(5, lambda stored=stored: merge_table(stored))
         per_token = seconds / distinct * 1e9
         print(f"{num:13,}{distinct * 5:14,}{distinct:12,}{seconds * 1e3:9.1f}{per_token:15.2f}")
+
+
+def expressions() -> None:
+    """Print how much longer Polars expressions take than our arrays, on steps in a line."""
+    table = growing_trajectories(num_trajectories=600, num_turns=10, tokens_per_turn=640)
+    merged, frame = merge_table(table), as_frame(table.select(COLUMNS))
+    prompt, response, id_ = (pl.col(name) for name in (*TOKENS, COLUMNS[0]))
+    whole = pl.concat_list(prompt, response)
+    num_before = whole.list.len().shift(1).over(id_)
+    same_tokens = whole.shift(1).over(id_) == prompt.list.head(num_before)
+    same_hash = whole.hash().shift(1).over(id_) == prompt.list.head(num_before).hash()
+
+    def sequences(continues: pl.Expr) -> pl.Series:
+        return frame.select((~continues.fill_null(False)).cum_sum()).to_series()
+
+    def joined() -> pl.DataFrame:
+        num_known = num_before.fill_null(0)
+        observed = pl.when(num_known > 0).then(prompt.list.slice(num_known)).otherwise([])
+        num = observed.list.len()
+        zeros = pl.lit(0.0, pl.Float32).repeat_by(num)
+        columns = {
+            "response_ids": pl.concat_list(observed, response),
+            "loss_mask": pl.concat_list(pl.lit(False).repeat_by(num), "loss_mask"),
+            "rollout_logprobs": pl.concat_list(zeros, "rollout_logprobs"),
+        }
+        rows = frame.with_columns(sequence=sequence, **columns).group_by(
+            "sequence", maintain_order=True
+        )
+        return rows.agg(prompt.first(), *(pl.col(name).explode() for name in columns))
+
+    tree_s, tree = best_of(20, lambda: prefix_tree(table))
+    lineage_s = tree_s + best_of(20, lambda: continued_rows(table, "consecutive", tree))[0]
+    joining_s = best_of(10, lambda: merge_table(table, "consecutive"))[0] - lineage_s
+    tokens_s, sequence = best_of(5, lambda: sequences(same_tokens))
+    hashes_s, by_hash = best_of(5, lambda: sequences(same_hash))
+    joined_s, rows = best_of(5, joined)
+    assert sequence.equals(by_hash), "hashes and tokens give the same sequences"
+    for name in ("response_ids", "loss_mask", "rollout_logprobs"):
+        assert rows[name].to_list() == merged.column(name).to_pylist(), name
+    print(f"{'':52}{'expressions ms':>15}{'arrays ms':>11}{'ratio':>8}")
+    for what, theirs, ours in (
+        ("which step continues which, by equal tokens", tokens_s, lineage_s),
+        ("which step continues which, by hashes of prefixes", hashes_s, lineage_s),
+        ("rows of a sequence joined (arrays: all columns)", joined_s, joining_s),
+    ):
+        print(f"{what:52}{theirs * 1e3:15.1f}{ours * 1e3:11.1f}{theirs / ours:7.1f}x")
+
+
+def as_frame(table: pa.Table) -> pl.DataFrame:
+    frame = pl.from_arrow(table)
+    assert isinstance(frame, pl.DataFrame)
+    return frame
 
 
 def merge_lists(rows: list[Row]) -> list[Row]:

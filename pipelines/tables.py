@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 import pipelines.frames  # noqa: F401  (registers the namespace of frames)
+from rollout_io.dataset.id_filters import ID_COLUMNS, required_ids
 from rollout_io.dataset.polars_sources import Rows, lazy_frame
 from rollout_io.dataset.prefix_layout import trajectory_starts
 from rollout_io.dataset.reader import scan
@@ -83,9 +84,15 @@ def _streamed(
     empty = apply(as_table(pl.DataFrame(schema=frame.collect_schema())))
 
     def pieces(names: list[str], predicate: pl.Expr | None) -> Iterator[pl.DataFrame]:
-        # `lazy_frame` applies names and predicate to the yielded frames.
-        del names, predicate
-        batches = frame.collect_batches(maintain_order=True)
+        # `lazy_frame` applies names and predicate to the yielded frames. Ids that the predicate
+        # requires limit what is read, because a transform sees whole trajectories and keeps ids.
+        del names
+        needed = frame
+        for name in ID_COLUMNS:
+            ids = None if predicate is None else required_ids(predicate, name)
+            if ids is not None:
+                needed = needed.filter(pl.col(name).is_in(sorted(ids)))
+        batches = needed.collect_batches(maintain_order=True)
         return map(apply, check(map(as_table, _whole_trajectories(batches))))
 
     return lazy_frame(pieces, empty.schema)

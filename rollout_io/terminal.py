@@ -255,7 +255,17 @@ def readable(value: Any) -> str:
         return "-"
     if isinstance(value, str | bool):
         return printable(value) if isinstance(value, str) else "yes" if value else "no"
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+    return f"{value:,}" if isinstance(value, int) else four_digits(value)
+
+
+def four_digits(value: float, sign: str = "") -> str:
+    """Format a number with four digits, or with all before the point; `sign` "+" shows a plus.
+
+    Example:
+        >>> four_digits(0.12345), four_digits(14141.5), four_digits(2.5, "+")
+        ('0.1235', '14,142', '+2.5')
+    """
+    return f"{value:{sign},.0f}" if 1000 <= abs(value) < 1e15 else f"{value:{sign},.4g}"
 
 
 def whole_characters(text: str) -> str:

@@ -10,7 +10,7 @@ import click
 
 from rollout_io.cli.output import emit, emit_json, example, next_command, note
 from rollout_io.cli.usage import HintedUsageError, Number
-from rollout_io.terminal import columns, printable
+from rollout_io.terminal import columns, four_digits, printable
 from schemas.errors import InputError, count
 
 if TYPE_CHECKING:
@@ -242,4 +242,4 @@ def _text(name: str, value: float | None, sign: str = "") -> str:
         if value and not float(text):  # a bound that is not 0 must not look like 0
             text = f"{100 * value:{sign}.1g}"
         return f"{text} %"
-    return f"{value:{sign},.4g}"
+    return four_digits(value, sign)

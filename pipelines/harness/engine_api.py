@@ -348,15 +348,15 @@ class PolicyUpstreams(Upstreams):
         return usual if adapter is None else msgspec.structs.replace(usual, id=adapter)
 
     async def _once(
-        self, url: str, method: str, path: str, body: bytes | None, headers: dict[str, str]
+        self, root: str, method: str, path: str, body: bytes | None, headers: dict[str, str]
     ) -> Answered:
         if self._servers is None:
-            return await super()._once(url, method, path, body, headers)
+            return await super()._once(root, method, path, body, headers)
         try:
-            await self._servers.welcome_back(url)
-            return await super()._once(url, method, path, body, headers)
+            await self._servers.welcome_back(root)
+            return await super()._once(root, method, path, body, headers)
         except BROKEN:
-            self._servers.lose(url)
+            self._servers.lose(root)
             raise
 
     async def parts(self, response: Answered) -> AsyncIterator[bytes]:

@@ -52,20 +52,18 @@ from pipelines.http_app import (
     read_body,
 )
 from pipelines.origin_guard import is_loopback
-from pipelines.record.dialects.base import DialectCall
 from pipelines.record.engine_requests import MODEL_APIS, Asked, Fields, Kind, ModelApi, read_request
-from pipelines.record.model_call import Call
+from pipelines.record.model_call import Call, ModelCalls
 from pipelines.record.recorder import Recorder, losses_of
 from pipelines.record.sessions import Session
 from pipelines.record.settings import RecordSettings
 from pipelines.record.shards import ended_of, settle
 from pipelines.record.spoken import (
-    CHAT_PATH,
+    Received,
     count_tokens,
-    engine_headers,
     last_event,
+    received,
     refusal,
-    spoken_call,
 )
 from pipelines.record.targets import agent_in, api_key_of, target_of, without_key
 from pipelines.record.upstreams import MODELS, Upstreams, engine_response, models_response
@@ -147,6 +145,7 @@ class Calls:
         self.url, self.watch, self._served = "", watch, served
         self._recorder, self._upstreams, self._engine = recorder, upstreams, engine
         self._vocab_size, self._turn = vocab_size, turn
+        self._calls = ModelCalls(recorder, upstreams)
         self._open: dict[str, OpenTrajectory] = {}
         calls = [Route(api.route, partial(self._call, api), methods=["POST"]) for api in MODEL_APIS]
         self._routes = Router([*calls, Route(MODELS, self._models)], redirect_slashes=False)
@@ -240,13 +239,13 @@ class Calls:
         opened: OpenTrajectory = request.state.trajectory
         body = await read_body(request, self._recorder.settings.max_request_bytes)
         try:
-            spoken = spoken_call(api, body, request)
+            call = received(api, body, request)
         except RolloutError as error:
             opened.session.refusal = str(error)
             raise
-        if spoken is not None and api.is_count:
+        if call.dialect is not None and api.is_count:
             model = (await self._upstreams.model()).id
-            return await count_tokens(spoken, self._upstreams, request.state.headers, model)
+            return await count_tokens(call.dialect, self._upstreams, call.headers, model)
 
         async def run(reply: Reply) -> None:
             if self._open.get(opened.session.name) is not opened:
@@ -255,43 +254,23 @@ class Calls:
             assert running is not None
             opened.running.add(running)
             try:
-                await self._in_turn(api, request, spoken, body, reply)
+                await self._in_turn(api.kind, request, call, reply)
             finally:
                 opened.running.discard(running)
 
-        return WorkingResponse(run, partial(last_event, spoken))
+        return WorkingResponse(run, partial(last_event, call.dialect))
 
-    async def _in_turn(
-        self,
-        api: ModelApi,
-        request: Request,
-        spoken: DialectCall | None,
-        body: bytes,
-        reply: Reply,
-    ) -> None:
+    async def _in_turn(self, kind: Kind, request: Request, call: Received, reply: Reply) -> None:
         """Wait for the call's turn on the engine, and serve it with the current weights."""
         opened: OpenTrajectory = request.state.trajectory
-        path, headers = request.scope["path"], request.state.headers
-        if spoken is not None:
-            path, body = CHAT_PATH, msgspec.json.encode(spoken.chat)
-            headers = engine_headers(headers)
         async with self._turn():
             await self._upstreams.model()  # caches it, so that the code below does not wait
             self._recorder.policy_version = self._engine.policy_version
-            call = Call(
-                recorder=self._recorder,
-                upstreams=self._upstreams,
-                reply=reply,
-                headers=headers,
-                path=path,
-                asked=await self._asked(api.kind, path, body, opened),
-                body=body,
-                session=opened.session,
-                agent=request.state.agent,
-                dialect=spoken,
-            )
+            asked = await self._asked(kind, call.path, call.body, opened)
+            agent, session = request.state.agent, opened.session
+            in_turn = Call(received=call, asked=asked, session=session, agent=agent, reply=reply)
             try:
-                await call.run()
+                await self._calls.serve(in_turn)
             except EngineGone as gone:
                 opened.failure = gone
                 raise
@@ -317,10 +296,8 @@ class Calls:
         # A served engine answers with the sets themselves.
         mode = None if self._served is not None else self._engine.logprobs_mode
         request = read_request(kind, completed_body, logprobs_mode=mode)
-        if request is None or not request.is_exact:
+        if not request.is_exact:
             finding = "requests with `echo` or `use_beam_search` cannot be recorded"
-            if request is None:
-                finding = "the request is not JSON"
             raise InputError("engine_request", path, finding)
         return request
 

@@ -47,18 +47,15 @@ from pipelines.http_app import (
 )
 from pipelines.record.engine_requests import MODEL_APIS, ModelApi, read_request
 from pipelines.record.exact_prefix import ExactPrefix
-from pipelines.record.model_call import Call
+from pipelines.record.model_call import Call, ModelCalls
 from pipelines.record.openapi import OF_SESSION, Name, Operation, Repetition, description
-from pipelines.record.parsed_ids import IdParser
 from pipelines.record.recorder import Recorder
 from pipelines.record.recorder_metrics import CONTENT_TYPE
 from pipelines.record.spoken import (
-    CHAT_PATH,
     count_tokens,
-    engine_headers,
     last_event,
+    received,
     refusal,
-    spoken_call,
 )
 from pipelines.record.targets import (
     Target,
@@ -132,10 +129,10 @@ class App:
         url: str | None,
         exact: ExactPrefix | None = None,
     ) -> None:
-        self.recorder, self.upstreams, self.exact, self._url = recorder, upstreams, exact, url
+        self.recorder, self.upstreams, self._url = recorder, upstreams, url
         if exact is not None:
             recorder.ended = exact.forget
-        self._parser = None if exact is None else IdParser(upstreams, exact.eos)
+        self._calls = ModelCalls(recorder, upstreams, exact)
         self._defaults = request_defaults(recorder.settings.sampling_defaults)
         self._slots = asyncio.Semaphore(recorder.settings.max_concurrency)
         general, in_session = self._operations()
@@ -212,41 +209,28 @@ class App:
         settings, target, path = self.recorder.settings, request.state.target, request.scope["path"]
         headers = request.state.headers
         body = await read_body(request, settings.max_request_bytes)
-        spoken, names = spoken_call(api, body, request), await self._models_named()
+        call, names = received(api, body, request), await self._models_named()
+        spoken = call.dialect
         if spoken is not None and api.is_count:
             model = names[1] if names is not None and spoken.model == names[0] else None
-            return await count_tokens(spoken, self.upstreams, headers, model)
+            return await count_tokens(spoken, self.upstreams, call.headers, model)
         named = session_in(headers, None if spoken is None else spoken.session)
         name = target.session or named
         if name is None and settings.unassigned == "refuse":
             hint = f"use the base URL {self._root(request)}/s/INSTANCE/REPETITION/v1"
             raise InputError("no_session", path, "the request names no session", hint=hint)
-        if spoken is not None:
-            path, body = CHAT_PATH, msgspec.json.encode(spoken.chat)
-            headers = engine_headers(headers)
-        to_engine = read_request(api.kind, body, names, self._defaults, settings.logprobs_mode)
+        asked = read_request(api.kind, call.body, names, self._defaults, settings.logprobs_mode)
+        agent = target.agent or agent_in(call.headers)
 
         async def run(reply: Reply) -> None:
             session = self.recorder.session_for(name)
             session.is_of_harness |= target.session is None
-            call = Call(
-                recorder=self.recorder,
-                upstreams=self.upstreams,
-                reply=reply,
-                headers=headers,
-                path=path,
-                asked=to_engine,
-                body=body,
-                session=session,
-                agent=target.agent or agent_in(headers),
-                exact=self.exact,
-                dialect=spoken,
-                parser=self._parser,
-            )
             self.recorder.metrics.under_way.inc()
             try:
                 async with self._slots:
-                    await call.run()
+                    await self._calls.serve(
+                        Call(received=call, asked=asked, session=session, agent=agent, reply=reply)
+                    )
             finally:
                 self.recorder.metrics.under_way.dec()
                 if name is None:

@@ -135,6 +135,8 @@ class Asked:
         kind: Kind of the endpoint.
         fields: Body fields as the client sent them.
         sent: Body fields for the engine: the client's, plus fields that request exact tokens.
+        body: Body for the engine: `sent` as JSON; as received if it is no JSON object, which the
+            engine rejects.
         hidden: Fields of the response that the client did not request.
         is_text: True if the client requested only text: no ids, no log-probabilities.
         num_choices: Number of expected choices.
@@ -146,16 +148,12 @@ class Asked:
     kind: Kind
     fields: Fields
     sent: Fields
+    body: bytes
     hidden: frozenset[str]
     is_text: bool
     num_choices: int
     is_exact: bool
     model: str | None = None
-
-    @property
-    def body(self) -> bytes:
-        """Body for the engine, as JSON."""
-        return msgspec.json.encode(self.sent)
 
     def recorded(self) -> Fields:
         """Return the fields to record, without credentials."""
@@ -168,8 +166,8 @@ def read_request(
     models: tuple[str, str] | None = None,
     defaults: Mapping[str, Any] | None = None,
     logprobs_mode: LogprobsMode | None = None,
-) -> Asked | None:
-    r"""Parse a request body; None if it is not a JSON object, which the engine then rejects.
+) -> Asked:
+    r"""Parse a request body.
 
     Args:
         kind: Kind of the endpoint.
@@ -194,7 +192,16 @@ def read_request(
         fields = _DECODER.decode(body)
         body.decode()
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
+        return Asked(
+            kind=kind,
+            fields={},
+            sent={},
+            body=body,
+            hidden=frozenset(),
+            is_text=False,
+            num_choices=1,
+            is_exact=False,
+        )
     for name, value in (defaults or {}).items():
         if bytes(fields.get(name, NULL)) == b"null":
             fields[name] = msgspec.Raw(msgspec.json.encode(value))
@@ -215,6 +222,7 @@ def read_request(
         kind=kind,
         fields=fields,
         sent=changed,
+        body=msgspec.json.encode(changed),
         hidden=frozenset(hidden),
         is_text=hidden >= _IDS and not _asks_logprobs(kind, fields),
         num_choices=_whole(fields, "n") * num_prompts(bytes(fields.get("prompt", b""))),

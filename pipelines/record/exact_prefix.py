@@ -22,7 +22,6 @@ import msgspec
 
 from pipelines.generation.histories import observation_ids
 from pipelines.record.engine_requests import NULL, Asked, Fields, value_of
-from pipelines.record.engine_responses import Answer
 from pipelines.record.sessions import Seen, Session
 from rollout_io.formats.parsing.content import known
 from rollout_io.retokenize.messages import normalize
@@ -48,7 +47,6 @@ _FREE_CHOICES = (b'"auto"', b'"none"', b"null")
 _OPTIONAL = (b"null", b"false", b"[]", b"{}", b"0")
 _EMPTY: tuple[object, ...] = (None, [], {}, "")
 _ENDED = frozenset({"stop", "length", "tool_calls"})
-_MESSAGE = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
 
 
 class Conversation(NamedTuple):
@@ -205,52 +203,6 @@ class ExactPrefix:
     def forget(self, session: Session) -> None:
         """Forget the conversations of a session that has ended."""
         self._known.pop(session.name, None)
-
-
-class ChatShown:
-    """Converts text completions to chat completions.
-
-    Args:
-        asked: The chat request.
-    """
-
-    def __init__(self, request: Asked) -> None:
-        self._model, self._has_begun = request.model, False
-
-    def whole(self, answer: Answer) -> bytes:
-        """Convert a complete response."""
-        (choice,) = answer.choices
-        message = {"role": "assistant", "content": choice["text"], **_MESSAGE}
-        chat_choice = {"message": message, **_without(choice, "text")}
-        top = {"object": "chat.completion", "choices": [chat_choice], "prompt_token_ids": None}
-        return msgspec.json.encode(self._named(answer.fields) | top)
-
-    def chunk(self, answer: Answer) -> bytes:
-        """Convert a chunk; the first one is preceded by a chunk with the role."""
-        top = self._named(answer.fields) | {"object": "chat.completion.chunk"}
-        choices = [
-            {"delta": {"content": choice["text"]}, **_without(choice, "text")}
-            for choice in answer.choices
-        ]
-        shown = msgspec.json.encode(top | {"choices": choices})
-        if self._has_begun:
-            return shown
-        self._has_begun = True
-        first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-        head = {"choices": [first | {"logprobs": None}], "prompt_token_ids": None}
-        top.pop("usage", None)
-        return msgspec.json.encode(top | head) + b"\n\ndata: " + shown
-
-    def _named(self, fields: Fields) -> dict[str, Any]:
-        name = str(value_of(fields, "id")).replace("cmpl-", "chatcmpl-", 1)
-        model = {} if self._model is None else {"model": self._model}
-        return {**fields, "id": name, **model}
-
-
-def _without(choice: Fields, name: str) -> dict[str, Any]:
-    gone = {name, "prompt_token_ids", "prompt_logprobs"}
-    others = {k: v for k, v in choice.items() if k not in gone}
-    return others | {"logprobs": NULL, "token_ids": NULL}
 
 
 def needs_parser(request: Asked) -> bool:

@@ -141,7 +141,7 @@ class AppUpstream(Upstreams):
 
     async def _once(
         self,
-        url: str,  # noqa: ARG002 there is one engine
+        root: str,  # noqa: ARG002 there is one engine
         method: str,
         path: str,
         body: bytes | None,

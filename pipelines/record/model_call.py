@@ -1,26 +1,36 @@
-"""Proxy one model call and record it with exact tokens."""
+"""One model call: ask the engine, record its exact tokens, tell the client.
+
+    received --> asked as received, or as token ids --> the engine's answer, whole or event by event
+                                                                    |
+        client <-- its events, as they arrive -- speaker <----------+
+           |                                                        |
+           +<-- the end of the answer <-- read again <-- on disk <--+
+
+The client gets the end only once the call is on disk, so every answer that it gets completely is
+recorded. An answer that breaks off is recorded as far as its tokens go.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import msgspec
 
 from pipelines.generation.engines.http_pool import BROKEN
 from pipelines.http_app import JSON, Reply
 from pipelines.record.bounds import REFUSED_ANSWERS
-from pipelines.record.dialects.base import DialectCall
-from pipelines.record.engine_requests import Asked, value_of
+from pipelines.record.engine_requests import Asked
 from pipelines.record.engine_responses import Answer, Events, StreamedCall, Unread
-from pipelines.record.exact_prefix import FIRST, PATH, ChatShown, ExactPrefix, Unsure
-from pipelines.record.parsed_ids import IdParser, chunks_of, shown_chat
+from pipelines.record.exact_prefix import FIRST, PATH, ExactPrefix, Unsure
+from pipelines.record.parsed_ids import IdParser
 from pipelines.record.recorder import Recorder
 from pipelines.record.sessions import Seen, Session
-from pipelines.record.spoken import SpokenStream, engine_error, engine_message, whole
+from pipelines.record.spoken import Received, Speaker, engine_error, engine_message, with_type
 from pipelines.record.upstreams import Answered, Upstreams, passed_on, version_of
 from rollout_io.formats.dialects.responses import ENCRYPTED_THOUGHTS
 from schemas.errors import EngineError, RolloutError
@@ -31,6 +41,8 @@ _SSE = "text/event-stream"
 _REFUSAL_BYTES, _REFUSAL_CHARS = 1 << 16, 500
 _BLANK_BYTES = 1 << 16  # blank lines to skip before a body is judged by its content type
 _EVENT_FIELDS = (b"data:", b"event:", b"id:", b"retry:", b":")
+Ending = tuple[msgspec.Raw | None, Callable[[], Awaitable[None]]]
+"""What is recorded of an answer, and what then sends its end to the client."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -38,83 +50,118 @@ class Call:
     """A model call in progress.
 
     Attributes:
-        reply: The response to the client.
-        headers: The client's headers, by lower-case name.
-        path: API path.
-        asked: The client's request; None if it cannot be recorded.
-        body: Body as received, then as sent to the engine.
+        received: The request for the engine, in OpenAI's API.
+        asked: The request as it is sent and recorded.
         session: Session of the call.
         agent: Agent within the session.
-        exact: Conversations that can be continued token by token; None if disabled.
-        as_chat: Converter of the response to a chat completion; None unless the call was sent as a
-            text completion.
-        about: Additional fields to record.
+        reply: The response to the client.
+        about: Further fields to record.
         is_recorded: True if part of a cut-off response was recorded.
-        dialect: The call in the harness's dialect; None if that is OpenAI's chat or completions.
-        parser: Reads sampled ids with the engines' parsers; None if `exact` is.
-        is_parsed: True if the call was sent as a text completion whose ids are to be parsed.
     """
 
-    recorder: Recorder
-    upstreams: Upstreams
-    reply: Reply
-    headers: Mapping[str, str]
-    path: str
-    asked: Asked | None
-    body: bytes
+    received: Received
+    asked: Asked
     session: Session
     agent: str | None
-    exact: ExactPrefix | None = None
-    as_chat: ChatShown | None = None
+    reply: Reply
     about: dict[str, Any] = field(default_factory=dict)
     is_recorded: bool = False
-    dialect: DialectCall | None = None
-    parser: IdParser | None = None
+
+
+class _Sent(NamedTuple):
+    """What the engine is sent: as received, or a chat as a text completion of token ids."""
+
+    path: str
+    body: bytes
+    as_text: bool = False
     is_parsed: bool = False
 
-    async def run(self) -> None:
-        """Send the call, record the response, and return it to the client.
+
+class ModelCalls:
+    """Serves and records the calls of clients.
+
+    Args:
+        recorder: A recorder whose context has been entered.
+        upstreams: Upstreams whose context has been entered.
+        exact: Conversations that can be continued token by token; None if disabled.
+    """
+
+    def __init__(
+        self, recorder: Recorder, upstreams: Upstreams, exact: ExactPrefix | None = None
+    ) -> None:
+        self.recorder, self.upstreams, self.exact = recorder, upstreams, exact
+        self._parser = None if exact is None else IdParser(upstreams, exact.eos)
+
+    async def serve(self, call: Call) -> None:
+        """Send a call to the engine, record the answer, and return it to the client.
 
         Raises:
             EngineError: `engine_down`: no engine responds or the connection breaks;
                 `engine_redirect`, `answer_encoding`, `answer_size`: the response is rejected.
             InputError: `journal`: the call could not be written, and `on_full` is `refuse`.
         """
+        session = call.session
         try:
-            with self.recorder.cleaning():
-                await self._run()
+            with self.recorder.cleaning(), session.calling():
+                await self._serve(call)
         except RolloutError as error:
-            self.session.refusal = str(error)
+            session.refusal = str(error)
             if error.rule in REFUSED_ANSWERS:
-                self._refused(error)
+                if not call.is_recorded:
+                    self._count_unrecorded(session)
+                self.recorder.warn(error.rule, f"session {session.name}: {error}")
             raise
 
-    async def _run(self) -> None:
-        with self.session.calling():
-            # Before anything waits: the version at which the request was written.
-            began_s, version = time.monotonic(), self.recorder.policy_version
-            self._count_hidden()
-            await self._check_disk()
-            self.about = {
-                "time": self.recorder.now_s(),
-                "agent": self.agent,
-                "policy_version": version,
-            }
-            await self._choose()
-            opened = self.upstreams.answer(
-                "POST", self.path, self.body, self.headers, self.session.name
-            )
-            async with opened as response:
-                self.recorder.metrics.first_token.observe(time.monotonic() - began_s)
-                if (named := version_of(response)) is not None:
-                    self.about["policy_version"] = named
-                if self.asked is None or not self.asked.is_exact or response.status != 200:
-                    await self._pass_on(response)
-                else:
-                    await self._recordable(response, self.asked)
+    async def _serve(self, call: Call) -> None:
+        # Before anything waits: the version at which the request was written.
+        began_s, version = time.monotonic(), self.recorder.policy_version
+        self._count_hidden(call)
+        await self._check_disk()
+        call.about = {
+            "time": self.recorder.now_s(),
+            "agent": call.agent,
+            "policy_version": version,
+        }
+        sent = await self._choose(call)
+        headers, name = call.received.headers, call.session.name
+        opened = self.upstreams.answer("POST", sent.path, sent.body, headers, name)
+        async with opened as response:
+            self.recorder.metrics.first_token.observe(time.monotonic() - began_s)
+            if (named := version_of(response)) is not None:
+                call.about["policy_version"] = named
+            if not call.asked.is_exact or response.status != 200:
+                await self._pass_on(call, response)
+                return
+            ending = await self._answer(call, sent, response)
+            if ending is None:  # without a final chunk, like the engine's response
+                return
+            recorded, tell_end = ending
+            seen = await self._record(call, recorded)
+            await tell_end()
+            self._count(call, seen)
 
-    async def _recordable(self, response: Answered, request: Asked) -> None:
-        """Handle a body by its content: some engines and gateways send a wrong content type."""
+    async def _choose(self, call: Call) -> _Sent:
+        """Choose the body: token ids if the conversation can be continued, else the client's."""
+        asked, exact, unchanged = call.asked, self.exact, _Sent(call.received.path, call.asked.body)
+        if exact is None or self._parser is None or asked.kind != "chat" or not asked.is_exact:
+            return unchanged
+        session, agent = call.session, call.agent
+        room = (await self.upstreams.model()).max_model_len
+        is_known = exact.knows(session, agent)
+        parses = is_known and await self._parser.works(asked, call.received.headers)
+        continued = exact.body(session, agent, asked, room, parses=parses)
+        if isinstance(continued, Unsure):
+            session.num_fallbacks += continued.reason != FIRST
+            label, sent = continued.reason, unchanged
+        else:
+            label, sent = "tokens", _Sent(PATH, continued.body, True, continued.is_parsed)
+        call.about["sent"] = label
+        kind = "field" if label.startswith("field ") else label  # bounds the number of label values
+        self.recorder.metrics.exact_prefix.labels(sent=kind).inc()
+        return sent
+
+    async def _answer(self, call: Call, sent: _Sent, response: Answered) -> Ending | None:
+        """Read a body by its content: some engines and gateways send a wrong content type."""
         parts = self.upstreams.parts(response)
         head = b""
         try:
@@ -123,230 +170,147 @@ class Call:
                     break
                 head += part
         except BROKEN as error:
-            raise self._broken(error) from None
-        text = head.lstrip()
+            raise _broken(call, error) from None
+        text, parts = head.lstrip(), _again(head, parts)
+        speaker = Speaker(
+            call.asked, call.received.dialect, as_text=sent.as_text, is_parsed=sent.is_parsed
+        )
         is_stream = response.headers.get("content-type", "").startswith(_SSE)
         if text.startswith((b"{", b"[")) or not (is_stream or text.startswith(_EVENT_FIELDS)):
-            await self._answer(response, request, _again(head, parts))
-        else:
-            await self._stream(response, request, _again(head, parts))
+            return await self._whole(call, response, parts, speaker)
+        await call.reply.begin(200, speaker.headers(response, has_events=True))
+        return await self._streamed(call, parts, speaker)
 
-    async def _choose(self) -> None:
-        """Choose the body: token ids if the conversation can be continued, else the client's."""
-        if self.asked is None:
-            return
-        self.body = self.asked.body
-        if self.exact is None or self.asked.kind != "chat" or not self.asked.is_exact:
-            return
-        room = (await self.upstreams.model()).max_model_len
-        parses = (
-            self.parser is not None
-            and self.exact.knows(self.session, self.agent)
-            and await self.parser.works(self.asked, self.headers)
-        )
-        continued = self.exact.body(self.session, self.agent, self.asked, room, parses=parses)
-        if isinstance(continued, Unsure):
-            self.session.num_fallbacks += continued.reason != FIRST
-        else:
-            self.path, self.body, self.is_parsed = PATH, continued.body, continued.is_parsed
-            self.as_chat = None if continued.is_parsed else ChatShown(self.asked)
-        sent = continued.reason if isinstance(continued, Unsure) else "tokens"
-        self.about["sent"] = sent
-        kind = "field" if sent.startswith("field ") else sent  # bounds the number of label values
-        self.recorder.metrics.exact_prefix.labels(sent=kind).inc()
+    async def _streamed(
+        self, call: Call, parts: AsyncIterator[bytes], speaker: Speaker
+    ) -> Ending | None:
+        """Tell events as they arrive, but for the end; None if the connection broke."""
+        stream = StreamedCall(call.asked, speaker.chunk)
+        events, held = Events(self.recorder.settings.max_answer_bytes // 4), bytearray()
 
-    async def _stream(
-        self, response: Answered, request: Asked, parts: AsyncIterator[bytes]
-    ) -> None:
-        stream = StreamedCall(request, self._shown if self.as_chat is None else self.as_chat.chunk)
-        spoken = None if self.dialect is None else SpokenStream(self.dialect)
-        await self.reply.begin(200, self._head(response, is_stream=True))
+        def spoken(event: bytes) -> bytes:
+            return speaker.events(stream.take(event) or b"", stream.num_prompt)
+
         try:
-            held = await self._forward(parts, stream, spoken)
-        except asyncio.CancelledError:
-            await self._record_cut(stream, ABORTED)
-            raise
-        except BROKEN:
-            await self._record_cut(stream, BROKEN_OFF)
-            return  # end without a final chunk, like the engine's response
-        except RolloutError as error:
-            await self._record_cut(stream, error.rule)
+            async for content in parts:
+                shown = bytearray()
+                for event in events.feed(content):
+                    part = spoken(event)
+                    to = held if stream.is_whole or stream.is_done else shown
+                    to += part
+                if shown:
+                    await call.reply.more(bytes(shown))
+            held += spoken(events.rest())  # some engines omit the end of the last event
+        except (asyncio.CancelledError, RolloutError, *BROKEN) as error:
+            await self._record_cut(call, stream, error)
+            if isinstance(error, BROKEN):
+                return None
             raise
         if not stream.is_whole:
             self.recorder.metrics.cut_off.inc()
         recorded = stream.recorded(BROKEN_OFF)
         if recorded is None:
-            self._unrecorded("streams without tokens", self.path)
-        await self._record(request, recorded)
-        seen = await self._read(recorded)
-        await self.reply.finish(bytes(held))
-        self._count(seen)
+            self._unrecorded(call, "streams without tokens", call.received.path)
+        held += speaker.end(is_whole=stream.is_whole)
+        return recorded, partial(call.reply.finish, bytes(held))
 
-    async def _forward(
-        self, parts: AsyncIterator[bytes], stream: StreamedCall, spoken: SpokenStream | None
-    ) -> bytearray:
-        """Forward events as they arrive, but hold back and return the end of the response."""
-        # The client receives the end only once the call is on disk, so every response that it
-        # receives completely is recorded.
-        events, held = Events(self.recorder.settings.max_answer_bytes // 4), bytearray()
-
-        def said(event: bytes) -> bytes:
-            part = stream.take(event) or b""
-            return part if spoken is None else spoken.events(part, stream.num_prompt)
-
-        async for content in parts:
-            shown = bytearray()
-            for event in events.feed(content):
-                part = said(event)
-                to = held if stream.is_whole or stream.is_done else shown
-                to += part
-            if shown:
-                await self.reply.more(bytes(shown))
-        held += said(events.rest())  # some engines omit the end of the last event
-        if spoken is not None:
-            held += spoken.end(is_whole=stream.is_whole)
-        return held
-
-    async def _record_cut(self, stream: StreamedCall, reason: str) -> None:
+    async def _record_cut(self, call: Call, stream: StreamedCall, error: BaseException) -> None:
         """Record the tokens sampled before a call was cut off; errors are reported, not raised."""
         self.recorder.metrics.cut_off.inc()
-        recorded = stream.recorded(reason)
-        assert self.asked is not None
+        reason = error.rule if isinstance(error, RolloutError) else BROKEN_OFF
+        is_abort = isinstance(error, asyncio.CancelledError)
+        recorded = stream.recorded(ABORTED if is_abort else reason)
         try:
-            await self._record(self.asked, recorded)
-        except RolloutError as error:
-            self._lost(error)
+            seen = await self._record(call, recorded)
+        except RolloutError as failed:
+            self._lost(call, failed)
         else:
-            self.is_recorded = recorded is not None
-            self._count(await self._read(recorded))
+            call.is_recorded = recorded is not None
+            self._count(call, seen)
 
-    async def _answer(
-        self, response: Answered, request: Asked, parts: AsyncIterator[bytes]
-    ) -> None:
+    async def _whole(
+        self, call: Call, response: Answered, parts: AsyncIterator[bytes], speaker: Speaker
+    ) -> Ending:
+        path = call.received.path
         try:
             content = b"".join([part async for part in parts])
         except BROKEN as error:
-            raise self._broken(error) from None
-        headers = self._head(response)
+            raise _broken(call, error) from None
         try:
             answer = Answer(content)
         except Unread:
-            self._unrecorded("responses that are not completions", self.path)
-            if self.dialect is not None:
+            self._unrecorded(call, "responses that are not completions", path)
+            if call.received.dialect is not None:
                 finding = "the engine's response is no chat completion"
-                raise EngineError("engine_answer", self.path, finding) from None
-            await self.reply.answer(200, content, headers)
-            return
-        if self.is_parsed and self.parser is not None:
-            await self._parsed(response, request, answer)
-            return
-        recorded = msgspec.Raw(content)
-        await self._record(request, recorded)
-        seen = await self._read(recorded)
-        shown = self._shown(answer) if self.as_chat is None else self.as_chat.whole(answer)
-        content = shown or content
-        if self.dialect is not None:
-            content = whole(self.dialect, content)
-        await self.reply.answer(200, content, headers)
-        self._count(seen)
+                raise EngineError("engine_answer", path, finding) from None
+            return None, partial(call.reply.answer, 200, content, passed_on(response))
+        if speaker.is_parsed and self._parser is not None:
+            try:
+                answer = await self._parser.merged(answer, call.asked, call.received.headers)
+            except RolloutError as error:
+                self._unrecorded(call, "answers whose ids the engine did not parse", str(error))
+                raise
+        shown, headers = speaker.whole(answer), speaker.headers(response)
+        return msgspec.Raw(answer.content), partial(call.reply.answer, 200, shown, headers)
 
-    async def _parsed(self, response: Answered, request: Asked, answer: Answer) -> None:
-        """Record a text completion with the message that its ids are; the client gets it whole."""
-        assert self.parser is not None
-        try:
-            content = await self.parser.merged(answer, request, self.headers)
-        except RolloutError as error:
-            self._unrecorded("answers whose ids the engine did not parse", str(error))
-            raise
-        recorded = msgspec.Raw(content)
-        await self._record(request, recorded)
-        seen = await self._read(recorded)
-        chat = shown_chat(content, request.model)
-        is_stream = value_of(request.fields, "stream") is True
-        if is_stream:
-            options = value_of(request.fields, "stream_options") or {}
-            shown = chunks_of(chat, with_usage=bool(options.get("include_usage")))
-            if self.dialect is not None:
-                spoken = SpokenStream(self.dialect)
-                shown = spoken.events(shown, len(seen.prompt) if seen is not None else 0)
-                shown += spoken.end(is_whole=True)
-        else:
-            shown = msgspec.json.encode(chat)
-            shown = shown if self.dialect is None else whole(self.dialect, shown)
-        headers = self._head(response, is_stream=is_stream)
-        if is_stream and self.dialect is None:
-            headers = [(n, v) for n, v in headers if n != b"content-type"]
-            headers.append((b"content-type", _SSE.encode()))
-        await self.reply.answer(200, shown, headers)
-        self._count(seen)
-
-    def _head(self, response: Answered, *, is_stream: bool = False) -> list[tuple[bytes, bytes]]:
-        """Return the headers for the client; those of a dialect have its own content type."""
-        headers = passed_on(response)
-        if self.dialect is None:
-            return headers
-        kind = self.dialect.media_type if is_stream else JSON
-        others = [(name, value) for name, value in headers if name != b"content-type"]
-        return [*others, (b"content-type", kind.encode())]
-
-    def _broken(self, error: Exception) -> EngineError:
-        finding = f"the connection broke before the response was complete ({type(error).__name__})"
-        return EngineError("engine_down", self.path, finding)
-
-    def _shown(self, answer: Answer) -> bytes | None:
-        assert self.asked is not None
-        return answer.shown(self.asked)
-
-    async def _pass_on(self, response: Answered) -> None:
+    async def _pass_on(self, call: Call, response: Answered) -> None:
         """Forward an error, or a response that cannot be recorded."""
         if response.status == 200:
-            self._unrecorded("echo, beam-search and non-JSON requests", self.path)
-        if self.dialect is not None:
+            self._unrecorded(call, "echo, beam-search and non-JSON requests", call.received.path)
+        dialect, reply = call.received.dialect, call.reply
+        if dialect is not None:
             try:
                 content = await self.upstreams.whole(response)
             except BROKEN as error:
-                raise self._broken(error) from None
-            self._answered(response.status, content)
-            translated = engine_error(self.dialect, response.status, content)
-            await self.reply.answer(response.status, translated, self._head(response))
+                raise _broken(call, error) from None
+            _keep_refusal(call.session, response.status, content)
+            translated = engine_error(dialect, response.status, content)
+            await reply.answer(response.status, translated, with_type(response, JSON))
             return
-        await self.reply.begin(response.status, passed_on(response))
+        await reply.begin(response.status, passed_on(response))
         seen = b""
         try:
             async for content in self.upstreams.parts(response):
                 seen += content[: _REFUSAL_BYTES - len(seen)]
-                await self.reply.more(content)
+                await reply.more(content)
         except (*BROKEN, RolloutError):
             return  # end without a final chunk
         finally:
-            self._answered(response.status, seen)
-        await self.reply.finish()
+            _keep_refusal(call.session, response.status, seen)
+        await reply.finish()
 
-    def _answered(self, status: int, content: bytes) -> None:
-        """Keep what the engine answered if that is an error."""
-        if status != 200:
-            # Cut only once it is without secrets.
-            clean = cleaned(content[:_REFUSAL_BYTES].decode(errors="replace")).encode()
-            text = engine_message(status, clean)[:_REFUSAL_CHARS]
-            self.session.refusal = f"status {status}: {' '.join(text.split())}"
+    async def _record(self, call: Call, response: msgspec.Raw | None) -> Seen | None:
+        """Record the call; if that fails, raise or report it, depending on `on_full`.
 
-    async def _record(self, request: Asked, response: msgspec.Raw | None) -> None:
-        """Record the call; if that fails, raise or report it, depending on `on_full`."""
+        Returns:
+            Its tokens, read before the client gets the end, because its next call may continue
+            this one; None if there are none.
+        """
         if response is None:
-            return
+            return None
+        recorder = self.recorder
         try:
-            await self.recorder.record(self.session, request.recorded(), response, **self.about)
+            await recorder.record(call.session, call.asked.recorded(), response, **call.about)
         except RolloutError as error:
-            if self.recorder.settings.on_full == "refuse":
-                self.recorder.warn("calls are refused", str(error))
+            if recorder.settings.on_full == "refuse":
+                recorder.warn("calls are refused", str(error))
                 raise
-            self._lost(error)
+            self._lost(call, error)
+        return await recorder.read(call.session, response)
 
-    def _count_hidden(self) -> None:
-        number = 0 if self.dialect is None else self.dialect.num_hidden_thoughts
+    def _count(self, call: Call, seen: Seen | None) -> None:
+        if seen is None:
+            return
+        self.recorder.count(call.session, call.agent, seen)
+        if self.exact is not None:
+            self.exact.remember(call.session, call.agent, call.asked, seen)
+
+    def _count_hidden(self, call: Call) -> None:
+        dialect, session = call.received.dialect, call.session
+        number = 0 if dialect is None else dialect.num_hidden_thoughts
         if number:
-            self.recorder.warn(ENCRYPTED_THOUGHTS, f"left out, in session {self.session.name}")
-        self.session.num_hidden_thoughts = max(self.session.num_hidden_thoughts, number)
+            self.recorder.warn(ENCRYPTED_THOUGHTS, f"left out, in session {session.name}")
+        session.num_hidden_thoughts = max(session.num_hidden_thoughts, number)
 
     async def _check_disk(self) -> None:
         try:
@@ -355,32 +319,31 @@ class Call:
             if self.recorder.settings.on_full == "refuse":
                 raise
 
-    def _lost(self, error: RolloutError) -> None:
-        self.session.num_lost += 1
-        self._unrecorded(error.rule, str(error))
+    def _lost(self, call: Call, error: RolloutError) -> None:
+        call.session.num_lost += 1
+        self._unrecorded(call, error.rule, str(error))
 
-    def _unrecorded(self, what: str, text: str) -> None:
-        self.session.num_unrecorded += 1
-        self.recorder.metrics.unrecorded.inc()
+    def _unrecorded(self, call: Call, what: str, text: str) -> None:
+        self._count_unrecorded(call.session)
         self.recorder.warn(what, f"served without recording: {text}")
 
-    def _refused(self, error: RolloutError) -> None:
-        """Report a call whose response was rejected; count it unless part of it was recorded."""
-        if not self.is_recorded:
-            self.session.num_unrecorded += 1
-            self.recorder.metrics.unrecorded.inc()
-        self.recorder.warn(error.rule, f"session {self.session.name}: {error}")
+    def _count_unrecorded(self, session: Session) -> None:
+        session.num_unrecorded += 1
+        self.recorder.metrics.unrecorded.inc()
 
-    async def _read(self, recorded: msgspec.Raw | None) -> Seen | None:
-        # Read before the client receives the end, because its next call may continue this one.
-        return None if recorded is None else await self.recorder.read(self.session, recorded)
 
-    def _count(self, seen: Seen | None) -> None:
-        if seen is None:
-            return
-        self.recorder.count(self.session, self.agent, seen)
-        if self.exact is not None and self.asked is not None:
-            self.exact.remember(self.session, self.agent, self.asked, seen)
+def _broken(call: Call, error: Exception) -> EngineError:
+    finding = f"the connection broke before the response was complete ({type(error).__name__})"
+    return EngineError("engine_down", call.received.path, finding)
+
+
+def _keep_refusal(session: Session, status: int, content: bytes) -> None:
+    """Keep what the engine answered if that is an error."""
+    if status != 200:
+        # Cut only once it is without secrets.
+        clean = cleaned(content[:_REFUSAL_BYTES].decode(errors="replace")).encode()
+        text = engine_message(status, clean)[:_REFUSAL_CHARS]
+        session.refusal = f"status {status}: {' '.join(text.split())}"
 
 
 async def _again(head: bytes, parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

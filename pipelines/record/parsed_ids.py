@@ -27,7 +27,6 @@ PATH = "/v1/chat/completions/derender"
 _TAIL = 8  # ids of the prompt that parsers see, to decode the first token
 _OWN_FIELDS = ("logprobs", "top_logprobs", "return_token_ids", "stream", "stream_options")
 _PROBE = msgspec.Raw(b'[{"role":"user","content":"x"}]')
-_SHOWN = ("index", "message", "finish_reason", "stop_reason")
 
 
 class _Parsed(msgspec.Struct):
@@ -59,8 +58,8 @@ class IdParser:
                 return False
         return self._works
 
-    async def merged(self, answer: Answer, request: Asked, headers: Mapping[str, str]) -> bytes:
-        """Return a text completion as JSON, with the message that its ids are.
+    async def merged(self, answer: Answer, request: Asked, headers: Mapping[str, str]) -> Answer:
+        """Return a text completion with the message that its ids are.
 
         Raises:
             EngineError: `engine_answer`: the engine does not parse the ids.
@@ -79,10 +78,9 @@ class IdParser:
         merged_choice = {k: v for k, v in sampled.items() if k != "text"}
         merged_choice |= {
             "message": choice["message"],
-            "finish_reason": msgspec.json.encode(finish),
+            "finish_reason": msgspec.Raw(msgspec.json.encode(finish)),
         }
-        merged_choice["finish_reason"] = msgspec.Raw(merged_choice["finish_reason"])
-        return msgspec.json.encode(answer.fields | {"choices": [merged_choice]})
+        return Answer(msgspec.json.encode(answer.fields | {"choices": [merged_choice]}))
 
     async def _choice(
         self,
@@ -118,44 +116,3 @@ class IdParser:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
         return choices[0] if choices and "message" in choices[0] else None
-
-
-def shown_chat(content: bytes, model: str | None) -> dict[str, Any]:
-    """Return a merged response as the chat completion that the client gets.
-
-    Args:
-        content: From `IdParser.merged`.
-        model: The client's name for the model if it differs from the engine's.
-    """
-    answer = Answer(content)
-    choices = [
-        {name: choice[name] for name in _SHOWN if name in choice}
-        | {"logprobs": None, "token_ids": None}
-        for choice in answer.choices
-    ]
-    name = str(value_of(answer.fields, "id")).replace("cmpl-", "chatcmpl-", 1)
-    top = {"id": name, "object": "chat.completion", "choices": choices, "prompt_token_ids": None}
-    named = {} if model is None else {"model": model}
-    return {**answer.fields, **top, **named}
-
-
-def chunks_of(chat: Mapping[str, Any], *, with_usage: bool) -> bytes:
-    """Return a chat completion as the events of a stream."""
-    top = {k: v for k, v in chat.items() if k not in {"choices", "usage", "prompt_token_ids"}}
-    top["object"] = "chat.completion.chunk"
-    (choice,) = chat["choices"]
-    message = msgspec.json.decode(choice["message"])
-    calls = message.get("tool_calls") or ()
-    delta = {name: value for name, value in message.items() if value not in (None, [])}
-    if calls:
-        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
-    head = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
-    end = {n: choice[n] for n in ("finish_reason", "stop_reason") if n in choice}
-    chunks = [
-        {**top, "choices": [head]},
-        {**top, "choices": [{"index": 0, "delta": {}, "logprobs": None, **end}]},
-    ]
-    if with_usage:
-        chunks.append({**top, "choices": [], "usage": chat.get("usage")})
-    events = [b"data: " + msgspec.json.encode(chunk) + b"\n\n" for chunk in chunks]
-    return b"".join([*events, b"data: [DONE]\n\n"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.requests import Request
@@ -18,10 +18,11 @@ from starlette.routing import compile_path
 
 from pipelines.http_app import JSON, error_event, error_response, message_of, status_of
 from pipelines.record.dialects.base import Chat, DialectCall, Usage
-from pipelines.record.engine_requests import MODEL_APIS, ModelApi
-from pipelines.record.engine_responses import DONE, Events, data_of
+from pipelines.record.engine_requests import MODEL_APIS, Asked, ModelApi, value_of
+from pipelines.record.engine_responses import DONE, Answer, Events, data_of
 from pipelines.record.targets import KEY_HEADERS, api_key_of
-from pipelines.record.upstreams import Upstreams
+from pipelines.record.text_as_chat import ChatShown, chunks_of
+from pipelines.record.upstreams import Answered, Upstreams, passed_on
 from schemas.errors import EngineError, RolloutError
 
 CHAT_PATH = "/v1/chat/completions"
@@ -51,15 +52,33 @@ class _Refusal(msgspec.Struct):
 _LENGTH, _REFUSAL = msgspec.json.Decoder(_Length), msgspec.json.Decoder(_Refusal)
 
 
-def spoken_call(api: ModelApi, body: bytes, request: Request) -> DialectCall | None:
-    """Translate a request; None if its API needs no translation.
+class Received(NamedTuple):
+    """A request as its engine is to get it: in OpenAI's API.
+
+    Attributes:
+        path: API path.
+        headers: Headers, by lower-case name.
+        body: Body.
+        dialect: The call in the client's dialect; None if that is OpenAI's chat or completions.
+    """
+
+    path: str
+    headers: Mapping[str, str]
+    body: bytes
+    dialect: DialectCall | None
+
+
+def received(api: ModelApi, body: bytes, request: Request) -> Received:
+    """Translate a request with `state.headers`, if its API needs it.
 
     Raises:
         InputError: The request is invalid or cannot be expressed.
     """
+    path, headers = request.scope["path"], request.state.headers
     if api.dialect is None:
-        return None
-    return api.dialect(body, request.scope["path"], request.query_params)
+        return Received(path, headers, body, None)
+    dialect = api.dialect(body, path, request.query_params)
+    return Received(CHAT_PATH, engine_headers(headers), msgspec.json.encode(dialect.chat), dialect)
 
 
 @cache
@@ -90,6 +109,12 @@ def last_event(call: DialectCall | None, error: RolloutError) -> bytes:
     return call.error_event(status_of(error), message_of(error))
 
 
+def with_type(response: Answered, media_type: str) -> list[tuple[bytes, bytes]]:
+    """Return the headers of an engine's response for the client, with another content type."""
+    others = [(name, value) for name, value in passed_on(response) if name != b"content-type"]
+    return [*others, (b"content-type", media_type.encode())]
+
+
 def engine_headers(headers: Mapping[str, str]) -> dict[str, str]:
     """Return the headers for the engine: the client's key as a bearer token."""
     passed = {
@@ -114,15 +139,6 @@ def decoded_chat(content: bytes) -> Chat:
         raise EngineError("engine_answer", CHAT_PATH, finding) from None
 
 
-def whole(call: DialectCall, content: bytes) -> bytes:
-    """Translate a complete answer.
-
-    Raises:
-        EngineError: `engine_answer`: the answer is no chat completion.
-    """
-    return msgspec.json.encode(call.answer(decoded_chat(content)))
-
-
 def engine_error(call: DialectCall, status: int, content: bytes) -> bytes:
     """Translate an error response of an engine."""
     return msgspec.json.encode(call.error(status, engine_message(status, content)))
@@ -141,27 +157,62 @@ def engine_message(status: int, content: bytes) -> str:
     return text or f"status {status}"
 
 
-class SpokenStream:
-    """The stream that a harness gets.
+class Speaker:
+    """Says the engine's answer to one call as the client asked for it, at once or event by event.
+
+        engine's answer --> of a chat completion --> in the dialect of the client
 
     Args:
-        call: The call.
+        asked: The client's request.
+        dialect: The call in the client's dialect; None if that is OpenAI's chat or completions.
+        as_text: True if a chat was sent as a text completion.
+        is_parsed: True if that completion's ids were parsed; the engine then sends no stream.
     """
 
-    def __init__(self, call: DialectCall) -> None:
-        self._call, self._stream = call, call.stream()
+    def __init__(
+        self, request: Asked, dialect: DialectCall | None, *, as_text: bool, is_parsed: bool
+    ) -> None:
+        self._asked, self._dialect, self.is_parsed = request, dialect, is_parsed
+        self._as_chat = ChatShown(request) if as_text else None
+        self._stream = None if dialect is None else dialect.stream()
+        self._streams_parsed = is_parsed and value_of(request.fields, "stream") is True
         self._num_seen, self._has_failed = 0, False
 
+    def whole(self, answer: Answer) -> bytes:
+        """Say a complete answer, as events if the client asked for those of a parsed one.
+
+        Raises:
+            EngineError: `engine_answer`: the answer is no chat completion.
+        """
+        if self._as_chat is None:
+            content = answer.shown(self._asked) or answer.content
+        else:
+            chat = self._as_chat.whole(answer)
+            if self._streams_parsed:
+                options = value_of(self._asked.fields, "stream_options") or {}
+                events = chunks_of(chat, with_usage=bool(options.get("include_usage")))
+                return self.events(events, answer.num_prompt()) + self.end(is_whole=True)
+            content = msgspec.json.encode(chat)
+        if self._dialect is None:
+            return content
+        return msgspec.json.encode(self._dialect.answer(decoded_chat(content)))
+
+    def chunk(self, answer: Answer) -> bytes | None:
+        """Return the chunk of OpenAI's API that the client asked for; None to hide it."""
+        return answer.shown(self._asked) if self._as_chat is None else self._as_chat.chunk(answer)
+
     def events(self, part: bytes, num_prompt: int) -> bytes:
-        """Translate events of a chat completion.
+        """Say events of `chunk`, each complete.
 
         Args:
-            part: One or more events, each complete.
-            num_prompt: Length of the prompt, which engines report only at the end.
+            part: The events.
+            num_prompt: Length of the prompt, which engines report only at the end; 0: unknown.
 
         Raises:
             EngineError: `engine_answer`: an event is no chunk of a chat completion.
         """
+        if self._dialect is None or self._stream is None:
+            return part
         events = Events(len(part) + 1)
         translated = b""
         for event in [*events.feed(part), events.rest()]:
@@ -171,28 +222,29 @@ class SpokenStream:
             chat = decoded_chat(data)
             if chat.error is not None:
                 self._has_failed = True
-                content = engine_error(self._call, 500, data)
-                error = msgspec.json.decode(content, type=_Refusal).error
-                text = error.message if isinstance(error, _Error) else "the engine failed"
-                translated += self._call.error_event(500, text)
+                translated += self._dialect.error_event(500, engine_message(500, data))
                 continue
-            translated += self._stream.take(self._with_prompt(chat, num_prompt))
+            self._num_seen += 1
+            if self._num_seen == 1 and chat.usage is None:
+                chat.usage = Usage(prompt_tokens=num_prompt)
+            translated += self._stream.take(chat)
         return translated
-
-    def _with_prompt(self, chat: Chat, num_prompt: int) -> Chat:
-        self._num_seen += 1
-        if self._num_seen == 1 and chat.usage is None:
-            chat.usage = Usage(prompt_tokens=num_prompt)
-        return chat
 
     def end(self, *, is_whole: bool) -> bytes:
         """Return what follows the last event: the end, or an error if the answer was cut off."""
-        if self._has_failed:
+        if self._dialect is None or self._stream is None or self._has_failed:
             return b""
         if is_whole:
             return self._stream.end()
         text = "The engine ended the stream before the answer was complete."
-        return self._call.error_event(502, text)
+        return self._dialect.error_event(502, text)
+
+    def headers(self, response: Answered, *, has_events: bool = False) -> list[tuple[bytes, bytes]]:
+        """Return the headers for the client; what is translated has a content type of its own."""
+        if self._dialect is None and self._as_chat is None:
+            return passed_on(response)
+        events = DialectCall.media_type if self._dialect is None else self._dialect.media_type
+        return with_type(response, events if has_events or self._streams_parsed else JSON)
 
 
 async def count_tokens(
@@ -207,7 +259,7 @@ async def count_tokens(
     fields = {name: call.chat[name] for name in names if name in call.chat}
     fields |= {} if model is None else {"model": model}
     body = msgspec.json.encode(fields)
-    sent_headers = engine_headers(headers) | {"content-type": JSON}
+    sent_headers = {**headers, "content-type": JSON}
     async with upstreams.answer("POST", TOKENIZE_PATH, body, sent_headers, None) as response:
         content = await upstreams.whole(response)
         is_exact = response.status == 200

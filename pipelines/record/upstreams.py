@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
-import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Protocol, Self
+from typing import Protocol
 
-import aiohttp
 import msgspec
-from aiohttp.client_proto import ResponseHandler
-from aiohttp.http_exceptions import HttpProcessingError
 from starlette.responses import Response
-from yarl import URL
 
 from pipelines.generation.engines.base import ENGINE_DOWN
 from pipelines.generation.engines.http_pool import (
     BROKEN,
-    KEEP_ALIVE_S,
+    Failed,
+    HttpClient,
     Limits,
     by_preference,
-    payload,
 )
 from pipelines.generation.engines.vllm import Model, Models
 from pipelines.http_app import json_response
 from pipelines.record.bounds import check_head, too_large
 from schemas.errors import EngineError, count
-
-MOST_INFORMATIONAL = 256
-_SWITCHING = 101
 
 _AWAY = frozenset({502, 503})
 _NOT_PASSED_ON = frozenset(
@@ -82,42 +72,7 @@ class Answered(Protocol):
         """Cancel what has not arrived."""
 
 
-class BoundedConnector(aiohttp.TCPConnector):
-    """A connector with any number of connections, each handled by a `BoundedHandler`."""
-
-    def __init__(self) -> None:
-        super().__init__(limit=0, keepalive_timeout=KEEP_ALIVE_S)
-        handler: type[ResponseHandler] = BoundedHandler
-        self._factory = functools.partial(handler, loop=self._loop)
-
-
-class BoundedHandler(ResponseHandler):
-    """A connection that raises an error for an endless series of informational responses (1xx).
-
-    aiohttp skips any number of them, and each one restarts the timeout. A protocol switch (101) is
-    an error too, because no request asks for one.
-    """
-
-    _num_informational = 0
-
-    def feed_data(self, data: Any, size: int = 0) -> None:
-        """Receive the status line and headers of a response."""
-        status = data[0].code
-        self._num_informational = self._num_informational + 1 if 100 <= status < 200 else 0
-        if status == _SWITCHING:
-            self._refuse("a protocol switch (status 101)")
-        elif self._num_informational <= MOST_INFORMATIONAL:
-            super().feed_data(data, size)
-        elif self._num_informational == MOST_INFORMATIONAL + 1:
-            self._refuse(f"more than {MOST_INFORMATIONAL} informational responses")
-
-    def _refuse(self, got: str) -> None:
-        self.set_exception(HttpProcessingError(code=502, message=f"{got} before the response"))
-        if self.transport is not None:
-            self.transport.close()
-
-
-class Upstreams:
+class Upstreams(HttpClient):
     """Engines that return equivalent responses.
 
     If no byte of a response has arrived, a call is retried, on the next engine if there are
@@ -145,28 +100,10 @@ class Upstreams:
         retried: Callable[[], object] = lambda: None,
         max_answer_bytes: int = 64 << 20,
     ) -> None:
-        self.urls = tuple(url.rstrip("/").removesuffix("/v1") for url in urls)
-        self._limits, self._api_key, self._retried = limits, api_key, retried
+        super().__init__(urls, limits, trust_env=False)
+        self._api_key, self._retried = api_key, retried
         self._max_answer_bytes = max_answer_bytes
         self._model: Model | None = None
-
-    async def __aenter__(self) -> Self:
-        self._client = aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(
-                total=None,
-                sock_connect=self._limits.connect_timeout_s,
-                sock_read=self._limits.timeout_s,
-            ),
-            connector=BoundedConnector(),
-            auto_decompress=False,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            headers={"Accept-Encoding": "identity"},
-            skip_auto_headers=("User-Agent", "Content-Type"),
-        )
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self._client.close()
 
     @asynccontextmanager
     async def answer(
@@ -247,37 +184,30 @@ class Upstreams:
         session: str | None,
     ) -> Answered:
         urls = by_preference(self.urls, session or "")
-        attempts = max(self._limits.max_attempts, len(urls))
-        for attempt in itertools.count(1):
-            url = urls[(attempt - 1) % len(urls)]
+        attempts = max(self.limits.max_attempts, len(urls))
+
+        async def once(root: str) -> Answered | Failed:
             try:
-                response = await self._once(url, method, path, body, headers)
+                response: Answered = await self._once(root, method, path, body, headers)
             except BROKEN as error:
-                reason = f"{type(error).__name__} {error}".strip()
-            else:
-                is_last = attempt >= attempts or len(urls) == 1
-                if response.status not in _AWAY or is_last:
-                    return response
-                reason = f"status {response.status}"
-                response.close()
-            if attempt >= attempts:
-                break
-            self._retried()
-            await asyncio.sleep(0 if attempt < len(urls) else self._limits.wait_s(attempt))
-        hint = f"check that the server is up: {url}/health"
-        finding = f"no response after {count(attempts, 'attempt')} ({reason})"
-        raise self.gone(ENGINE_DOWN, url, finding, hint=hint)
+                return Failed(f"{type(error).__name__} {error}".strip())
+            if response.status not in _AWAY or len(urls) == 1:
+                return response
+            return Failed(f"status {response.status}", response=response)
+
+        root, result = await self.repeat(lambda: urls, attempts, once, self._retried)
+        response: Answered | None = result.response if isinstance(result, Failed) else result
+        if response is not None:
+            return response
+        assert isinstance(result, Failed)
+        hint = f"check that the server is up: {root}/health"
+        finding = f"no response after {count(attempts, 'attempt')} ({result.finding})"
+        raise self.gone(ENGINE_DOWN, root, finding, hint=hint)
 
     async def _once(
-        self, url: str, method: str, path: str, body: bytes | None, headers: dict[str, str]
+        self, root: str, method: str, path: str, body: bytes | None, headers: dict[str, str]
     ) -> Answered:
-        return await self._client.request(
-            method,
-            URL(url + path, encoded=True),
-            data=None if body is None else payload(body),
-            headers=headers,
-            allow_redirects=False,
-        )
+        return await self.request(method, root + path, body, headers)
 
     def _headers(self, headers: Mapping[str, str]) -> dict[str, str]:
         passed = {

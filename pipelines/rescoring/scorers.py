@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
-from multiprocessing.connection import Connection, wait
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any, Literal
 
 from pipelines.generation.environments import (
@@ -23,10 +20,10 @@ from pipelines.generation.environments import (
 )
 from pipelines.generation.tasks import Task, read_tasks
 from pipelines.rescoring.attempts import Attempt
+from rollout_io.dataset.worker_processes import Pool
 from schemas.errors import InputError, RolloutError
 
 RULE = "reward_function"
-_START_S, _END_S = 300.0, 5.0
 _MOST_CHARS = 500
 
 
@@ -108,112 +105,42 @@ def scores(scorer: Scorer, attempts: Iterable[Attempt], num_workers: int) -> Ite
     Raises:
         RolloutError: The function cannot be imported.
     """
-    waiting = iter(attempts)
-    processes = [_Process(scorer) for _ in range(num_workers)]
-    try:
-        while processes:
-            left_s = min(process.ends for process in processes) - time.monotonic()
-            ready = wait([process.connection for process in processes], max(left_s, 0.0))
-            now = time.monotonic()
-            for place, process in enumerate(processes):
-                if process.connection in ready:
-                    score = process.receive()
-                elif process.ends <= now:
-                    score = process.lose(f"no result within {scorer.timeout_s:g} s")
-                else:
-                    continue
-                if score is not None:
-                    yield score
-                attempt = None if process.attempt else next(waiting, None)
-                if process.is_dead:
-                    process.kill()
-                    process = processes[place] = _Process(scorer)
-                process.give(attempt)
-            for process in [one for one in processes if one.attempt is None]:
-                process.kill()
-                processes.remove(process)
-    finally:
-        for process in processes:
-            process.kill()
+    score, names = partial(_score, scorer), dict[int, str]()
 
+    def named() -> Iterator[Attempt]:
+        for number, attempt in enumerate(attempts):
+            names[number] = attempt.trajectory_id
+            yield attempt
 
-class _Process:
-    """One process with its pipe, and the attempt that it scores once it has imported the function.
+    def lose(reason: str) -> Score:
+        return Score("", None, reason)
 
-    Attributes:
-        attempt: The attempt; None: nothing to do.
-        ends: Time at which the process has to have answered, from `time.monotonic`.
-        is_dead: Whether it must be replaced.
-    """
-
-    def __init__(self, scorer: Scorer) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self.connection, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=_work, args=(theirs, scorer), daemon=True)
-        with theirs:
-            self._process.start()
-        self._timeout_s, self._is_ready = scorer.timeout_s, False
-        self.attempt: Attempt | None = None
-        self.ends, self.is_dead = time.monotonic() + _START_S, False
-
-    def give(self, attempt: Attempt | None) -> None:
-        """Hand over the next attempt, if there is one."""
-        self.attempt = attempt or self.attempt
-        if self._is_ready and self.attempt is not None:
-            self.ends = time.monotonic() + self._timeout_s
-            with suppress(OSError):  # if the process died, `receive` says so
-                self.connection.send(self.attempt)
-
-    def receive(self) -> Score | None:
-        """Return what the process sent: a score, or None if it is only ready."""
+    with closing(Pool(score, num_workers, prepare=partial(_load, scorer))) as pool:
         try:
-            answer: Score | RolloutError | None = self.connection.recv()
-        except (EOFError, OSError):
-            self._process.join(_END_S)
-            return self.lose(f"its process ended with exit code {self._process.exitcode}")
-        if isinstance(answer, RolloutError):
-            raise answer
-        self._is_ready = True
-        if answer is not None:
-            self.attempt = None
-        return answer
-
-    def lose(self, reason: str) -> Score | None:
-        """Give up the process, and return its attempt's lack of a score."""
-        if not self._is_ready:
-            raise InputError(RULE, "--reward", f"the function cannot be imported: {reason}")
-        self.is_dead = True
-        attempt, self.attempt = self.attempt, None
-        return None if attempt is None else Score(attempt.trajectory_id, None, reason)
-
-    def kill(self) -> None:
-        """Stop the process."""
-        self._process.kill()
-        self._process.join()
-        self.connection.close()
+            results = pool.map(score, named(), timeout_s=scorer.timeout_s, lose=lose)
+            for number, result in results:
+                yield replace(result, trajectory_id=names.pop(number))
+        except InputError as error:
+            if error.rule != "worker":
+                raise
+            finding = f"the function cannot be imported: {error.got}"
+            raise InputError(RULE, "--reward", finding) from None
 
 
-def _work(connection: Connection, scorer: Scorer) -> None:
-    """Import the function, say so, and score what comes until the pipe is closed.
+@cache
+def _load(scorer: Scorer) -> Callable[[Attempt], Any]:
+    """Import the function, once a process.
 
     What the function prints goes to stderr: stdout is for the summary.
     """
     os.dup2(2, 1)
-    try:
-        score = scorer.load()
-    except RolloutError as error:
-        connection.send(error)
-        return
-    connection.send(None)
-    with suppress(EOFError, KeyboardInterrupt):
-        while True:
-            attempt = connection.recv()
-            connection.send(_score(score, attempt, scorer.gives))
+    return scorer.load()
 
 
-def _score(function: Callable[[Attempt], Any], attempt: Attempt, gives: str) -> Score:
+def _score(scorer: Scorer, attempt: Attempt) -> Score:
+    gives = scorer.gives
     try:
-        value = function(attempt)
+        value = _load(scorer)(attempt)
         reward, listed = value if type(value) is tuple and len(value) == 2 else (value, None)
         if gives == "findings":
             reward, listed = None, value

@@ -11,6 +11,7 @@ import click
 
 from rollout_io.cli.datasets import dataset_argument, open_dataset
 from rollout_io.cli.output import (
+    emit,
     emit_json,
     emit_styled,
     example,
@@ -61,6 +62,9 @@ EXAMPLE = example(
     metavar="DIR|NAME",
     help="Decode ids with this tokenizer.  [default: the dataset's, if it is on this machine]",
 )
+@click.option(
+    "--ids-only", is_flag=True, help="Print only the ids of all matching trajectories, one a line."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the same view as JSON.")
 @click.pass_context
 def inspect(
@@ -73,6 +77,7 @@ def inspect(
     limit: int,
     tokenizer: str | None,
     *,
+    ids_only: bool,
     as_json: bool,
 ) -> None:
     """Show prompts, responses and trained tokens of trajectories.
@@ -103,8 +108,15 @@ def inspect(
         sought = text if text else ids_of(ids or "")
         print_matches(dataset, sought, tokenizer, trajectory_ids, limit, as_json=as_json)
         return
-    decode = own_decoder(dataset) if tokenizer is None else load_decoder(tokenizer)
     frame = open_dataset(dataset)
+    if ids_only:
+        matching_ids = candidates(dataset, frame, where, trajectory)
+        if as_json:
+            emit_json(matching_ids)
+        for one in () if as_json else matching_ids:
+            emit(one)
+        return
+    decode = own_decoder(dataset) if tokenizer is None else load_decoder(tokenizer)
     if tokenizer is not None:
         warn_of_other_tokenizer(dataset, tokenizer)
     matching_ids = candidates(dataset, frame, where, trajectory)

@@ -167,19 +167,14 @@ def convert(
             recorded_calls(choices.join, partial(convert, on_error="skip"))
         )
         settings = sources.settings(plans, recorded)
-        num_runs = {log.format: p.num_runs for log, p in zip(opened.logs, plans, strict=True)}
-        planned = Summary(formats=num_runs, num_records=sum(p.num_records for p in plans))
-        planned.reject([rejected for p in plans for rejected in p.rejected])
+        planned = _counts_of(opened.logs, plans)
         whole, every = chunks_of(plans, outcomes, chunk_bytes, settings[0].metadata, staging)
         for chunk in every:
             chunk.record = record_of(identity, None if chunk.index else planned)
-        reports = {i: Report.decode(content) for i, content in staging.resume(whole).items()}
+        reports = _resumed(staging.resume(whole), spool, recorded)
         num_resumed = len(reports)
         for i, resumed in reports.items():
-            resumed.rejected = [_located(rejected, spool) for rejected in resumed.rejected]
             report(every[i].num_bytes, resumed.summary.num_rows)
-            if recorded is not None:
-                recorded.restore(resumed.joined or {"used": (), "alone": ()})
         missing = [chunk for chunk in every if chunk.index not in reports]
         in_process = report if workers == Workers() else None
         work = partial(convert_chunk, logs=settings, progress=in_process)
@@ -340,6 +335,26 @@ def _done_before(staging: Staging, opened: Opened, identity: dict[str, Any]) -> 
     if shards and not staging.may_be_publishing(identity):
         raise occupied(staging.where, len(shards))
     return None
+
+
+def _counts_of(logs: Sequence[Log], plans: Sequence[Plan]) -> Summary:
+    """Count what is known before any run is read."""
+    num_runs = {log.format: p.num_runs for log, p in zip(logs, plans, strict=True)}
+    planned = Summary(formats=num_runs, num_records=sum(p.num_records for p in plans))
+    planned.reject([rejected for p in plans for rejected in p.rejected])
+    return planned
+
+
+def _resumed(
+    finished_chunks: Mapping[int, dict[str, Any]], spool: Path, recorded: Recorded | None
+) -> dict[int, Report]:
+    """Return the reports of the chunks that an interrupted run finished, by index."""
+    reports = {index: Report.decode(content) for index, content in finished_chunks.items()}
+    for resumed in reports.values():
+        resumed.rejected = [_located(rejected, spool) for rejected in resumed.rejected]
+        if recorded is not None:
+            recorded.restore(resumed.joined or {"used": (), "alone": ()})
+    return reports
 
 
 def _located(rejected: Rejected, spool: Path) -> Rejected:

@@ -93,54 +93,73 @@ def open_log(
     """
     if paths_of_fields is not None:
         format_name = MAPPED
-    is_auto, given_paths, paths = format_name == AUTO, paths, [shown(path) for path in paths]
+    is_auto, named = format_name == AUTO, [shown(path) for path in paths]
     adapters = load_formats().adapters if is_auto else {format_name: find_adapter(format_name)}
     if paths_of_fields is not None:
         finding = partial(mapped.find, paths=paths_of_fields)
         adapters = {
             MAPPED: replace(adapters[MAPPED], find=finding, recognizes=lambda start: start.is_file)
         }
-    inputs, unread = open_inputs(
-        given_paths, spool, cache(lambda path: _formats_of(path, adapters)), ignored, tell
-    )
+    formats_of = cache(partial(_formats_of, adapters=adapters))
+    inputs, unread = open_inputs(paths, spool, formats_of, ignored, tell)
     if unread and strict and not skips:
-        got = (
-            "the entry is a pipe, a device, or a symlink whose target is missing, hidden, ignored"
-            " or outside the directory"
-        )
-        raise InputError("input_file", unread[0], got, "", "pass its target too, or remove it")
+        raise _unreadable(unread[0])
     by_name = {one.name: one for one in inputs}
-    names, foreign = {format_name: list(by_name)}, list[str]()
     if is_auto:
-        named = [name for name in by_name if name in paths]
-        refuse_unknown_only(paths, by_name, adapters)
-        names, foreign = sort_by_format(
-            {n: g.path for n, g in by_name.items()}, adapters, named, tell
-        )
-    elif skips:
-        logs_named = [n for n, one in by_name.items() if n in paths or _is_log(one.path, adapters)]
-        foreign = [name for name in by_name if logs_named and name not in logs_named]
-        names = {format_name: logs_named or list(by_name)}
+        refuse_unknown_only(named, by_name, adapters)
+        files = {name: log.path for name, log in by_name.items()}
+        in_named = [name for name in by_name if name in named]
+        names, foreign = sort_by_format(files, adapters, in_named, tell)
     else:
-        _refuse_pickles([one for n, one in by_name.items() if n in paths], adapters[format_name])
-    exports = [] if strict else _exports_beside_logs(names, by_name, adapters, paths)
-    names = {
-        f: [name for name in logs_named if name not in exports] for f, logs_named in names.items()
-    }
+        names, foreign = _of_one_format(format_name, by_name, adapters, named, skips=skips)
+    exports = [] if strict else _exports_beside_logs(names, by_name, adapters, named)
     if foreign and strict and is_auto and not skips:
         raise unknown_format(foreign[0], adapters)
     unused = [_foreign(by_name[name]) for name in foreign] if strict or not is_auto else []
     logs = [
-        Log(n, adapters[n], [by_name[name] for name in own_names]) for n, own_names in names.items()
+        Log(f, adapters[f], [by_name[name] for name in of_format if name not in exports])
+        for f, of_format in names.items()
     ]
+    unused += _without_copies(logs, skips=skips)
+    logs = [log for log in logs if log.inputs]
+    return Opened(logs, [*([] if strict or not is_auto else foreign), *exports, *unread], unused)
+
+
+def _unreadable(name: str) -> InputError:
+    finding = (
+        "the entry is a pipe, a device, or a symlink whose target is missing, hidden, ignored"
+        " or outside the directory"
+    )
+    return InputError("input_file", name, finding, "", "pass its target too, or remove it")
+
+
+def _of_one_format(
+    format_name: str,
+    inputs: Mapping[str, Input],
+    adapters: Mapping[str, Adapter],
+    named: Collection[str],
+    *,
+    skips: bool,
+) -> tuple[dict[str, list[str]], list[str]]:
+    """Return the files of a chosen format by its name; with `skips`, files that are no logs apart."""
+    if not skips:
+        _refuse_pickles([log for n, log in inputs.items() if n in named], adapters[format_name])
+        return {format_name: list(inputs)}, []
+    logs = [n for n, log in inputs.items() if n in named or _is_log(log.path, adapters)]
+    foreign = [name for name in inputs if logs and name not in logs]
+    return {format_name: logs or list(inputs)}, foreign
+
+
+def _without_copies(logs: Sequence[Log], *, skips: bool) -> list[Rejected]:
+    """Remove inputs that are copies of others, and return them; without `skips`, refuse them."""
+    unused = []
     for copy, error in copies_in([one for log in logs for one in log.inputs]):
         if not skips:
             raise error
         unused.append(Rejected(_whole(copy), error))
         for log in logs:
             log.inputs[:] = [one for one in log.inputs if one is not copy]
-    logs = [log for log in logs if log.inputs]
-    return Opened(logs, [*([] if strict or not is_auto else foreign), *exports, *unread], unused)
+    return unused
 
 
 def _exports_beside_logs(

@@ -26,6 +26,8 @@ _HINT = (
     "write a condition as you would after WHERE in SQL: reward > 0 AND agent = 'main' for a row, "
     "return > 0 AND any(agent = 'main') for a trajectory"
 )
+_OF_TYPES = "compare string with numeric"
+_QUOTES = "write numbers without quotes and text in single quotes: step_index = 1, agent = 'main'"
 _VALUES = frozenset({"Column", "Literal", "FieldByName"})
 _WINDOWS = frozenset({"Over", "Window"})
 _LIST_SCOPE = "Eval"
@@ -107,7 +109,7 @@ def refused(error: BaseException, where: str, types: str = "") -> ConfigError:
     finding = (str(error).strip() or type(error).__name__).split("\n")[0]
     if types:
         finding = f"{finding.rstrip('.')} ({types})"
-    return ConfigError("condition", where, finding, "", _HINT)
+    return ConfigError("condition", where, finding, "", _QUOTES if _OF_TYPES in finding else _HINT)
 
 
 def types_in(names: Iterable[str], schema: Mapping[str, pl.DataType]) -> str:

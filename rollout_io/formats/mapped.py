@@ -57,7 +57,8 @@ _MOST_KEYS, _MOST_CHARS = 12, 40
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _LIST = msgspec.json.Decoder(list[msgspec.Raw])
 _TRUTHS = {b"true": msgspec.Raw(b"1"), b"false": msgspec.Raw(b"0")}
-HAS_IDS = re.compile(rb'(?:token|output)_ids\\*"\s*:\s*\[')
+# Begins with literal text, for which `re` searches 25 times as fast as for alternatives.
+HAS_IDS = re.compile(rb'_ids(?:(?<=token_ids)|(?<=output_ids))\\*"\s*:\s*\[')
 _STREAM = re.compile(r"\s*(?:data|event|id|retry)?:")
 
 T = TypeVar("T")

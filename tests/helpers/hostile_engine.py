@@ -56,7 +56,6 @@ ANSWERS = {
     "fields": lambda: whole(b"{" + b",".join(b'"%x":1' % i for i in range(1 << 20)) + b"}"),
     "header": lambda: [JSON_HEAD, b"X: ", *forever(b"x")],
     "headers": lambda: [JSON_HEAD, *forever(b"X: y\r\n")],
-    "informational": lambda: forever(b"HTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\n"),
     "switch": lambda: [
         b"HTTP/1.1 101 Go\r\nUpgrade: x\r\nConnection: Upgrade\r\n\r\n",
         *forever(b"x"),

@@ -4,7 +4,7 @@ import select
 import subprocess
 import sys
 
-from rollout_io.terminal import Bar, columns
+from rollout_io.terminal import Bar, columns, four_digits
 
 USES = "import sys, rollout_io.cli.output, rollout_io.terminal; print('rich' in sys.modules)"
 
@@ -75,3 +75,9 @@ def test_columns_are_aligned_the_first_to_the_left():
         "layout             tokens  of step",
         "merge_consecutive       8   100.0%",
     ]
+
+
+def test_a_number_has_four_digits_or_all_before_the_point():
+    numbers = (0.12345, 999.96, 14141.5, -1234.5, 1e20)
+    assert [four_digits(n) for n in numbers] == ["0.1235", "1,000", "14,142", "-1,234", "1e+20"]
+    assert [four_digits(n, "+") for n in (2.5, -2.5)] == ["+2.5", "-2.5"]

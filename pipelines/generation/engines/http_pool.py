@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import msgspec
 
@@ -22,14 +22,16 @@ from schemas.extras import requires_extra
 
 with requires_extra("generate", "an engine over HTTP"):
     import aiohttp
+    from yarl import URL
 
 Body = Mapping[str, Any] | None
+T = TypeVar("T")
 
 _LOGGER = logging.getLogger(__name__)
 
 _NO_ROOM = ("context length", "max_tokens must be at least 1")
 _EACH_ATTEMPTS = 3
-_LARGE_BYTES = 1 << 20
+_LARGE_BYTES = 1 << 20  # larger bodies are sent in parts, between which other calls can run
 
 BROKEN = (aiohttp.ClientError, TimeoutError, ConnectionError)
 """Exceptions raised if a connection fails, breaks or times out."""
@@ -96,11 +98,103 @@ class _Answer(NamedTuple):
         return 200 <= self.status < 300
 
 
-class Servers:
-    """Servers that return equivalent responses.
+class Failed(NamedTuple):
+    """An attempt at a request that another one may follow.
+
+    Attributes:
+        finding: What happened.
+        asked_s: Wait that the server asked for, in seconds.
+        status: HTTP status; None if there was no response.
+        is_unreachable: True if the connection failed or broke.
+        response: The response, with its body unread, if the client may get it in the end.
+    """
+
+    finding: str
+    asked_s: float = 0.0
+    status: int | None = None
+    is_unreachable: bool = False
+    response: Any = None
+
+
+class HttpClient:
+    """Connections to servers that return equivalent responses, and the way to try them.
 
     Args:
         urls: Root of each server, such as "http://127.0.0.1:8000"; a trailing "/v1" is removed.
+        limits: Limits shared by all servers.
+        trust_env: Whether proxies are taken from the environment.
+    """
+
+    def __init__(self, urls: Sequence[str], limits: Limits, *, trust_env: bool) -> None:
+        self.urls = tuple(url.rstrip("/").removesuffix("/v1") for url in urls)
+        self.limits, self._trust_env = limits, trust_env
+
+    async def __aenter__(self) -> Self:
+        self._client = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(
+                total=None,
+                sock_connect=self.limits.connect_timeout_s,
+                sock_read=self.limits.timeout_s,
+            ),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers={"Accept-Encoding": "identity"},
+            skip_auto_headers=("User-Agent", "Content-Type"),
+            trust_env=self._trust_env,
+        )
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._client.close()
+
+    async def request(
+        self, method: str, url: str, body: bytes | None, headers: Mapping[str, str]
+    ) -> aiohttp.ClientResponse:
+        """Send a request, and wait for the headers of its response; redirects are not followed."""
+        data = None if body is None else body if len(body) < _LARGE_BYTES else io.BytesIO(body)
+        where = URL(url, encoded=True)
+        return await self._client.request(
+            method, where, data=data, headers=headers, allow_redirects=False
+        )
+
+    async def repeat(
+        self,
+        urls: Callable[[], Sequence[str]],
+        attempts: int,
+        once: Callable[[str], Awaitable[T | Failed]],
+        retried: Callable[[], object] = lambda: None,
+    ) -> tuple[str, T | Failed]:
+        """Try servers in turn until one succeeds; each of them is tried before the first wait.
+
+        Args:
+            urls: Returns the roots to choose from, before every attempt.
+            attempts: Number of attempts.
+            once: Makes one attempt at a root.
+            retried: Callback for every retry.
+
+        Returns:
+            The last root, and its result.
+        """
+        for attempt in itertools.count(1):
+            usable = urls()
+            root = usable[(attempt - 1) % len(usable)]
+            result = await once(root)
+            if not isinstance(result, Failed) or attempt >= attempts:
+                break
+            if result.response is not None:
+                result.response.close()
+            retried()
+            is_other = attempt < len(usable)
+            await asyncio.sleep(0 if is_other else self.limits.wait_s(attempt, result.asked_s))
+        return root, result
+
+
+class Servers(HttpClient):
+    """Servers that are called for whole JSON responses.
+
+    Args:
+        urls: Root of each server.
         limits: Limits shared by all servers.
         api_key: Bearer token of every request.
 
@@ -110,8 +204,7 @@ class Servers:
     """
 
     def __init__(self, urls: Sequence[str], limits: Limits, *, api_key: str | None = None) -> None:
-        self.urls = tuple(url.rstrip("/").removesuffix("/v1") for url in urls)
-        self.limits = limits
+        super().__init__(urls, limits, trust_env=True)
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._slots = asyncio.Semaphore(limits.max_concurrent)
         self._next_start_s = 0.0
@@ -119,18 +212,6 @@ class Servers:
         self.when_returned: Sequence[tuple[str, Body]] = ()
         self._lost: dict[str, float] = {}  # and the time of the next attempt, in monotonic seconds
         self._returning = asyncio.Lock()
-
-    async def __aenter__(self) -> Self:
-        self._client = aiohttp.ClientSession(
-            headers=self._headers,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.limits.connect_timeout_s),
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
-            trust_env=True,
-        )
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self._client.close()
 
     async def call(
         self, path: str, body: Callable[[], Body] | Body = None, *, session: str | None = None
@@ -228,35 +309,30 @@ class Servers:
         headers: dict[str, str],
         attempts: int,
     ) -> bytes:
-        for attempt in itertools.count(1):
-            usable = self._usable(urls)
-            root, asked_s, status = usable[(attempt - 1) % len(usable)], 0.0, None
-            is_unreachable = False
+        async def once(root: str) -> bytes | Failed:
             url = root + path
             try:
                 await self.welcome_back(root)
                 answer = await send(url, body, headers)
             except (aiohttp.ClientError, ConnectionError) as error:
                 self.lose(root)
-                is_unreachable = True
-                finding = f"{type(error).__name__} {error}".strip()
+                return Failed(f"{type(error).__name__} {error}".strip(), is_unreachable=True)
             except TimeoutError:
-                finding = f"no response within {self.limits.timeout_s:g} s"
-            else:
-                if answer.is_success:
-                    return answer.content
-                if answer.status < 500 and answer.status not in {408, 429}:
-                    raise _refused(url, answer)
-                status = answer.status
-                finding = f"status {status}: {_message(answer)}"
-                asked_s = _seconds(answer.retry_after)
-            if attempt >= attempts:
-                break
-            await asyncio.sleep(self.limits.wait_s(attempt, asked_s))
+                return Failed(f"no response within {self.limits.timeout_s:g} s")
+            if answer.is_success:
+                return answer.content
+            if answer.status < 500 and answer.status not in {408, 429}:
+                raise _refused(url, answer)
+            finding = f"status {answer.status}: {_message(answer)}"
+            return Failed(finding, _seconds(answer.retry_after), answer.status)
+
+        root, result = await self.repeat(lambda: self._usable(urls), attempts, once)
+        if not isinstance(result, Failed):
+            return result
         hint = f"check that the server is up: {root}/health"
-        finding = f"no usable response after {count(attempts, 'attempt')}: {finding}"
-        failure = ServerError(ENGINE_DOWN, url, finding, hint=hint)
-        failure.status, failure.is_unreachable = status, is_unreachable
+        finding = f"no usable response after {count(attempts, 'attempt')}: {result.finding}"
+        failure = ServerError(ENGINE_DOWN, root + path, finding, hint=hint)
+        failure.status, failure.is_unreachable = result.status, result.is_unreachable
         raise failure
 
     def _usable(self, urls: Sequence[str]) -> Sequence[str]:
@@ -298,13 +374,10 @@ class Servers:
         self, url: str, body: Callable[[], Body] | Body, headers: dict[str, str]
     ) -> _Answer:
         async with asyncio.timeout(self.limits.timeout_s):
-            asked, method, data = body() if callable(body) else body, "GET", None
-            if asked is not None:
-                method, data = "POST", payload(msgspec.json.encode(asked))
-                headers = {"Content-Type": "application/json", **headers}
-            async with self._client.request(
-                method, url, data=data, headers=headers, allow_redirects=False
-            ) as response:
+            asked = body() if callable(body) else body
+            method, data = ("GET", None) if asked is None else ("POST", msgspec.json.encode(asked))
+            headers = {"Content-Type": "application/json", **self._headers, **headers}
+            async with await self.request(method, url, data, headers) as response:
                 content = await response.read()
             retry_after = response.headers.get("Retry-After", "")
             return _Answer(response.status, response.reason or "", retry_after, content)
@@ -321,11 +394,6 @@ class Servers:
 def by_preference(urls: Sequence[str], session: str) -> list[str]:
     """Order servers by rendezvous hashing: adding or removing a server moves only its sessions."""
     return sorted(urls, key=lambda url: hashlib.sha256(f"{session} {url}".encode()).digest())
-
-
-def payload(body: bytes) -> bytes | io.BytesIO:
-    """Wrap large bodies so that they are sent in parts, between which other calls can run."""
-    return body if len(body) < _LARGE_BYTES else io.BytesIO(body)
 
 
 def _refused(url: str, answer: _Answer) -> EngineError:

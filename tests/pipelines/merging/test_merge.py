@@ -439,3 +439,20 @@ def test_a_reward_set_on_a_merged_row_beside_those_of_its_steps_is_a_breach():
     assert found["rule"] == "reward_matches_rewards"
     assert "reward is 1.25 but the rewards of the row's steps sum to 1.5" in found["message"]
     assert check(merge(STEPS.with_columns(reward=pl.col("reward") - 0.25)).collect()).is_empty()
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        pl.col("trajectory_id") == "a_0",
+        pl.col("instance_id").is_in(["a", "c"]) & (pl.col("reward") > 1),
+    ],
+)
+def test_a_filter_of_ids_after_a_merge_reads_those_trajectories_alone(wanted):
+    others = STEPS.with_columns(
+        instance_id=pl.lit("b"), trajectory_id=pl.lit("b_0"), loss_mask=pl.lit([True, False])
+    )
+    both = pl.concat([STEPS, others])
+    assert merge(both).filter(wanted).collect().equals(merge(STEPS).collect())
+    with refused("lengths_align"):  # what is not filtered is read, and checked
+        merge(both).filter(pl.col("reward") > 1).collect()

@@ -20,8 +20,7 @@ REFUSED = {
     "header": "engine_down",
     "headers": "engine_down",
     "chunk extension": "engine_down",
-    "informational": "engine_down",
-    "switch": "engine_down",
+    "switch": "answer_status",
 }
 
 
@@ -71,19 +70,6 @@ def test_no_answer_of_an_engine_makes_the_recorder_grow(tmp_path, bound_mib, mos
             httpx2.post(f"{url}/s/{name.replace(' ', '-')}/0/end", json={"reward": 0.0})
         assert httpx2.get(f"{url}/health").json()["status"] == "ok"
     assert "answer_size" in process.said
-
-
-@pytest.mark.slow
-def test_some_informational_responses_before_each_answer_are_passed_over(tmp_path, monkeypatch):
-    said = b"HTTP/1.1 102 Processing\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\n"
-    kept_alive = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
-    monkeypatch.setitem(ANSWERS, "some", lambda: [said * 100, kept_alive])
-    with (
-        hostile() as engine,
-        recorder_process(tmp_path / "ds", "--upstream", engine.url) as (_, url),
-    ):
-        engine.answer = "some"
-        assert [asked(url, "a", TEXT) for _ in range(3)] == [(200, "{}")] * 3
 
 
 @pytest.mark.slow

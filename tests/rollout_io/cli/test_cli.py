@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import pipelines
 import rollout_io
 from rollout_io.cli.main import run
 from rollout_io.cli.trajectory_text import legend, render, view_trajectory
@@ -312,6 +313,16 @@ def test_inspect_shows_whole_trajectories_that_match(dataset: str, capsys: Captu
     assert [s["step_index"] for s in views[0]["steps"]] == [0, 1, 2, 3]
 
 
+def test_inspect_lists_the_ids_of_all_that_match(dataset: str, capsys: Capture) -> None:
+    arguments = ["inspect", dataset, "--where", "return > 0", "--ids-only", "--limit", "1"]
+    assert run(arguments) == 0
+    ids = capsys.readouterr().out.split()
+    returns = pipelines.trajectory_returns(dataset).filter(pl.col("return") > 0).collect()
+    assert sorted(ids) == sorted(returns["trajectory_id"])
+    assert run([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == ids
+
+
 def test_inspect_counts_the_prompt_tokens_each_step_shares_with_the_one_before(
     dataset: str, capsys: Capture
 ) -> None:
@@ -351,7 +362,7 @@ def test_inspect_says_once_how_to_see_text(
         (["--where", "rewrd > 0"], "--where 'rewrd > 0': ", "did you mean reward?"),
         (["--where", "CAST(reward AS DECIMAL(99, 2)) > 1"], "--where 'CAST(", "return > 0 AND"),
         (["--where", "reward >"], "'reward >'", "reward > 0 AND"),
-        (["--where", "agent > 0"], "--where 'agent > 0'", "return > 0 AND"),
+        (["--where", "agent > 0"], "--where 'agent > 0'", "text in single quotes"),
         (["--trajectory", "shop-0_7"], "--trajectory: ", "did you mean shop-0_"),
         (["--tokenizer", "/nowhere"], "/nowhere", "model"),
     ],
