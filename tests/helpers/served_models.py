@@ -5,7 +5,14 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, AutoTokenizer
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 
 from tests.helpers.picture_models import save_family
 from tests.helpers.vision_models import CONFIGS, PROCESSORS
@@ -32,6 +39,8 @@ def save_served(kind: str, folder: Path) -> Path:
     save_family(folder, kind)
     name, settings = PROCESSORS[kind]
     getattr(transformers, name)(**settings).save_pretrained(folder)
+    if kind == "gemma3":
+        _save_newlines(folder)
     if kind in NUM_FEATURES:
         file = folder / "processor_config.json"
         stored = json.loads(file.read_text()) | {"image_seq_length": NUM_FEATURES[kind]}
@@ -48,7 +57,35 @@ def save_served(kind: str, folder: Path) -> Path:
                 parameter += 0.1 * torch.randn_like(parameter)
         _answers_in_letters(model, tokenizer)
     model.save_pretrained(folder)
+    if kind == "gemma3":
+        _rename_as_in_gemmas_files(folder / "model.safetensors")
     return folder
+
+
+def _rename_as_in_gemmas_files(file):
+    """vLLM reads the names of Gemma's own files; new models of Transformers are saved with others."""
+    named = load_file(file).items()
+    new = {n.replace("vision_tower.", "vision_tower.vision_model."): value for n, value in named}
+    save_file(new, file, {"format": "pt"})
+
+
+def _save_newlines(folder):
+    """Save Gemma's kind of tokenizer: characters, and up to four newlines as one token, which vLLM wants."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    lines = ["\n" * number for number in range(1, 5)]
+    characters = [*lines, *map(chr, range(32, 127))]
+    fast = Tokenizer(
+        models.BPE(
+            {text: number for number, text in enumerate(characters)},
+            [("\n", "\n"), ("\n\n", "\n"), ("\n\n", "\n\n")],
+        )
+    )
+    fast.decoder = decoders.Fuse()
+    fast.add_special_tokens([*tokenizer.get_added_vocab()])
+    named = {
+        name: text for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)
+    }
+    PreTrainedTokenizerFast(tokenizer_object=fast, **named).save_pretrained(folder)
 
 
 def _answers_in_letters(model, tokenizer):
@@ -57,7 +94,8 @@ def _answers_in_letters(model, tokenizer):
     One value of all embeddings of text is far from 0, and the head counts it against other tokens.
     """
     ids = tokenizer.get_vocab()
-    wanted = [*map(ids.get, "abcdefghijklmnopqrstuvwxyzĠ"), tokenizer.eos_token_id]
+    letters = [text for text in ids if len(text) == 1 and text in "abcdefghijklmnopqrstuvwxyzĠ "]
+    wanted = [*map(ids.get, letters), tokenizer.eos_token_id]
     model.get_input_embeddings().weight[:, 0] = 4
     head = model.get_output_embeddings().weight
     head[:, 0] = -40
@@ -76,7 +114,9 @@ def _settings(kind, tokenizer):
         "num_attention_heads": HEADS,
         "num_key_value_heads": 1,
         "max_position_embeddings": 4096,
-        **{"pad_token_id": tokenizer.pad_token_id, "bos_token_id": end, "eos_token_id": end},
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": end,
+        "eos_token_id": end,
     }
     if "mrope_section" in (rope := text.get("rope_parameters") or {}):
         text["rope_parameters"] = rope | {"mrope_section": [4, 6, 6]}

@@ -4,16 +4,18 @@ import asyncio
 import base64
 import hashlib
 import json
+import os
+import subprocess
+import sys
 
 import polars as pl
 import pytest
 
 import rollout_io
-import trainer
 from rollout_io.cli.main import run
 from rollout_io.retokenize import load_tokenizer
 from schemas.token_records import token_record_path
-from tests.helpers.configs import train_config
+from tests.conftest import ROOT
 from tests.helpers.picture_models import png
 from tests.helpers.recorder_helpers import recording
 from tests.helpers.served_models import save_served
@@ -23,6 +25,23 @@ SCREENS = {"wide": png(0), "tall": png(1, 40, 72)}
 DATA = {name: base64.b64encode(content).decode() for name, content in SCREENS.items()}
 TALKS = [["wide", "tall"], ["wide", None, "wide"], ["tall", "wide", "tall"], ["tall", "tall"]]
 """What the user shows in each turn of a conversation; two conversations are a group."""
+TORCHVISION = [
+    ROOT / "tests" / "helpers" / "torchvision_without_kernels",
+    ROOT / ".venv-vllm" / "torchvision",
+]
+PREPARED_BY = {
+    "idefics3": [],
+    **dict.fromkeys(["qwen2_5_vl", "qwen3_vl", "gemma3", "internvl"], TORCHVISION),
+}
+"""What engine and trainer prepare the pictures of a family with: Pillow alone, or torchvision.
+
+vLLM serves the others with torchvision alone. The two round differently: one of 255 steps of colour.
+"""
+NIGHTLY = {"qwen3_vl", "gemma3", "internvl"}
+FAMILIES = [
+    pytest.param(kind, marks=[pytest.mark.nightly] if kind in NIGHTLY else [])
+    for kind in PREPARED_BY
+]
 SAMPLED = {"model": "smollm2", "temperature": 1.0}
 
 
@@ -68,11 +87,12 @@ async def talk(client, session, api, shown):
     await client.post(f"/s/{session}/end", json={"reward": float(len(shown) % 2)})
 
 
-@pytest.fixture(scope="module", params=["idefics3"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def seen(request, start_vllm, tmp_path_factory):
     """A model, and a dataset of recorded conversations in which it was shown pictures."""
     folder = tmp_path_factory.mktemp(request.param)
     model = save_served(request.param, folder / "model")
+    environment = {"PYTHONPATH": os.pathsep.join(map(str, [ROOT, *PREPARED_BY[request.param]]))}
 
     async def talk_all(url):
         async with recording(
@@ -82,13 +102,14 @@ def seen(request, start_vllm, tmp_path_factory):
                 for number, shown in enumerate(TALKS):
                     await talk(client, f"{api}-{number // 2}/{number % 2}", api, shown)
 
-    with start_vllm("--limit-mm-per-prompt", '{"image": 4}', model=model) as server:
+    limit = ["--limit-mm-per-prompt", '{"image": 4}']
+    with start_vllm(*limit, model=model, **environment) as server:
         asyncio.run(talk_all(server.url))
-    return model, folder / "ds"
+    return request.param, model, folder / "ds", environment
 
 
 def test_recorded_pictures_are_at_the_tokens_that_the_engine_put_there(seen):
-    model, dataset = seen
+    _, model, dataset, _ = seen
     assert run(["validate", str(dataset)]) == 0
     tokenizer = load_tokenizer(model)
     rows = rollout_io.read(dataset).to_pylist()
@@ -110,23 +131,23 @@ def test_recorded_pictures_are_at_the_tokens_that_the_engine_put_there(seen):
 
 
 def test_training_recomputes_what_the_engine_sampled_at_every_token(seen, tmp_path):
-    model, dataset = seen
+    kind, model, dataset, environment = seen
     out = tmp_path / "run"
-    settings = {
-        "groups_per_batch": 6,
-        "groups_per_mini_batch": 6,
-        "record_tokens": "all",
-        "max_updates": 1,
-    }
-    trainer.train(train_config(dataset=str(dataset), model=str(model), out=str(out), **settings))
+    command = [sys.executable, "-m", "rollout_io", "train", dataset, "--model", model, "--out", out]
+    settings = {"batch.groups_per_batch": 6, "batch.groups_per_mini_batch": 6}
+    settings |= {"batch.max_updates": 1, "run.record_tokens": "all"}
+    for name, value in settings.items():
+        command += ["--set", f"{name}={value}"]
+    subprocess.run([*map(str, command), "-q"], env=os.environ | environment, check=True)
     keys = ["trajectory_id", "step_index"]
     rows = pl.from_arrow(rollout_io.read(dataset, [*keys, "rollout_logprobs"]))
     trained = pl.read_parquet(token_record_path(out, 1)).join(rows, on=keys)
     assert len(trained) == len(rows)
-    tokens = trained.explode("loss_mask", "logprobs", "rollout_logprobs").filter("loss_mask")
+    tokens = trained.select("loss_mask", "logprobs", "rollout_logprobs")
+    tokens = tokens.explode(pl.all()).filter("loss_mask")
     differences = (tokens["logprobs"] - tokens["rollout_logprobs"]).abs()
     assert differences.null_count() == 0
-    assert differences.max() < 1e-3
+    # In vLLM on a CPU, the tokens of a picture do not see the later ones, as Gemma's should.
+    assert (differences.max() < 1e-4) == (kind != "gemma3")
     line = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])
-    assert line["num_trained_tokens"] == len(tokens)
-    assert line["rollout_logprobs_abs_diff_mean"] < 1e-3
+    assert line["num_trained_tokens"] == len(tokens) > 100
