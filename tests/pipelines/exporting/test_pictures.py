@@ -228,3 +228,38 @@ def test_verls_outputs_have_the_files_in_the_order_of_the_tokens(clicks):
     assert [one and len(one) for one in found] == [1, 3, None]
     assert all(one.keys() == {"bytes", "path"} for one in found[1])
     assert sum(token == PAD for token in rows[1]["prompts"]) == 4
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore")  # of TRL and Transformers
+@pytest.mark.parametrize(
+    ("name", "trainer", "config"),
+    [
+        ("sft_images", "SFTTrainer", "SFTConfig"),
+        ("dpo_images", "DPOTrainer", "DPOConfig"),
+        ("kto_images", "KTOTrainer", "KTOConfig"),
+    ],
+)
+def test_trls_trainers_make_two_steps_on_the_files_unchanged(
+    name, trainer, config, forked, tmp_path
+):
+    import trl
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    from tests.helpers.served_models import save_served
+
+    folder = save_served("idefics3", tmp_path / "model")
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    settings = {"max_steps": 2, "per_device_train_batch_size": 2, "use_cpu": True, "bf16": False}
+    settings |= {"report_to": [], "save_strategy": "no", "max_length": None, "learning_rate": 1e-3}
+    run = getattr(trl, trainer)(
+        model,
+        args=getattr(trl, config)(output_dir=str(tmp_path / "run"), **settings),
+        train_dataset=loaded(forked, name),
+        processing_class=AutoProcessor.from_pretrained(folder),
+    )
+    run.train()
+    assert run.state.global_step == 2
+    changed = {n for n, p in model.named_parameters() if not before[n].equal(p)}
+    assert any("vision" in parameter for parameter in changed)
