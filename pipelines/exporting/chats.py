@@ -11,9 +11,10 @@ import pyarrow as pa
 from pipelines.exporting.steps import Tokens
 from rollout_io.formats.parsing.completions import calls_in
 from rollout_io.formats.parsing.content import known
+from rollout_io.formats.picture_bytes import PictureBytes
 from schemas.columns import JOINED
 from schemas.errors import InputError
-from schemas.messages import RETOKENIZED, is_answer
+from schemas.messages import RETOKENIZED, is_answer, media_in
 
 Message: TypeAlias = dict[str, Any]
 Turn: TypeAlias = tuple[list[Message], Message]
@@ -64,9 +65,29 @@ def _is_message(value: Any) -> bool:
     )
 
 
-def plain(message: Mapping[str, Any]) -> Message:
-    """Return a message as chat templates take it: text as one string, arguments as an object."""
-    fields = known(dict(message)) | {"content": _text(message.get("content"))}
+def num_shown(row: Mapping[str, Any]) -> int | None:
+    """Return the number of stored pictures in a row's messages that trainers show the model.
+
+    These are the images outside of tool results, of which TRL shows none. None: the messages, or
+    the text of an answer, are unknown.
+    """
+    turns_of_row = turns(row)
+    if not turns_of_row:
+        return None
+    sent = [m for m in turns_of_row[-1][0] if m["role"] != "tool"]
+    parts = [part for message in sent for part in media_in(message)]
+    return len([part for part in parts if part["type"] == "image" and "blob" in part])
+
+
+def plain(message: Mapping[str, Any], *, in_parts: bool = False) -> Message:
+    """Return a message as chat templates take it: text as one string, arguments as an object.
+
+    Args:
+        message: The message.
+        in_parts: Whether to return a list of parts instead of the one string, with its pictures.
+    """
+    content = message.get("content")
+    fields = known(dict(message)) | {"content": _parts(content) if in_parts else _text(content)}
     if message.get("tool_calls"):
         fields["tool_calls"] = [_call(call) for call in message["tool_calls"]]
     return fields
@@ -76,6 +97,16 @@ def _text(content: Any) -> str:
     if isinstance(content, list):
         return "\n".join(str(p.get("text", "")) if isinstance(p, dict) else str(p) for p in content)
     return "" if content is None else str(content)
+
+
+def _parts(content: Any) -> list[Message]:
+    parts = content if isinstance(content, list) else [content] if content else []
+    return [
+        part
+        if isinstance(part, dict) and part.get("type") == "image"
+        else {"type": "text", "text": _text([part])}
+        for part in parts
+    ]
 
 
 def _call(call: Mapping[str, Any]) -> Message:
@@ -138,8 +169,11 @@ def _numbered(call: Message, number: int) -> Message:
     return {"id": call.get("id") or f"call_{number}", "type": "function", "function": function}
 
 
+PICTURED = ("images", "openai")
+"""Dialects that have pictures."""
 DIALECTS: dict[str, Callable[[Sequence[Message], str | None], Message]] = {
     "trl": _trl,
+    "images": _trl,
     "sharegpt": _sharegpt,
     "openai": _openai,
 }
@@ -153,13 +187,16 @@ class Messages:
         table: Rows, merged or not.
         tokens: Their tokens.
         dialect: One of `DIALECTS`.
+        pictures: The pictures of the dataset.
     """
 
     suffix = ""
 
-    def __init__(self, table: pa.Table, tokens: Tokens, dialect: str) -> None:
+    def __init__(
+        self, table: pa.Table, tokens: Tokens, dialect: str, pictures: PictureBytes
+    ) -> None:
         self._table = table.select([name for name in COLUMNS if name in table.column_names])
-        self._tokens, self._dialect = tokens, DIALECTS[dialect]
+        self._tokens, self._dialect, self._pictures = tokens, dialect, pictures
         self._names = table.column("trajectory_id")
         self._row, self._found = -1, list[Turn]()
 
@@ -169,21 +206,33 @@ class Messages:
         if not turns_of_row:
             return None
         before, answer = turns_of_row[-1]
-        messages = [plain(message) for message in (*before, answer)]
-        if self._dialect is _openai:  # an answer that another sequence has, too, trains only there
+        messages, images = self._sent([*before, answer])
+        if self._dialect == "openai":  # an answer that another sequence has, too, trains only there
             ends = {len(earlier) for earlier, _ in turns_of_row}
             for i, message in enumerate(messages):
                 if message["role"] == "assistant" and i not in ends:
                     message["weight"] = 0
-        return self._dialect(messages, self._tools(row))
+        return DIALECTS[self._dialect](messages, self._tools(row)) | images
 
-    def step(self, row: int, step: int) -> tuple[Any, Any] | None:
-        """Return the messages before a step, and its answer in a list; None if unknown."""
+    def step(self, row: int, step: int) -> tuple[Any, Any, Message] | None:
+        """Return the messages before a step, its answer in a list, and other fields; None if unknown."""
         turns_of_row = self._turns(row)
         if not turns_of_row:
             return None
         before, answer = turns_of_row[step]
-        return [plain(message) for message in before], [plain(answer)]
+        messages, images = self._sent(before)
+        return messages, self._sent([answer])[0], images
+
+    def _sent(self, messages: Sequence[Message]) -> tuple[list[Message], Message]:
+        """Return messages with their pictures, or with the field of a sample that has these."""
+        if self._dialect == "images":
+            parts = [plain(message, in_parts=True) for message in messages]
+            apart, images = self._pictures.apart(parts)
+            return apart, {"images": images}
+        shown = [
+            plain(m, in_parts=self._dialect in PICTURED and bool(media_in(m))) for m in messages
+        ]
+        return self._pictures.in_messages(shown), {}
 
     def _tools(self, row: int) -> str | None:
         if "tools" not in self._table.column_names:

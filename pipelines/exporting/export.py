@@ -19,7 +19,7 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from pipelines.exporting.chats import Messages
+from pipelines.exporting.chats import COLUMNS, PICTURED, Messages, num_shown
 from pipelines.exporting.pairs import UNKNOWN, labelled, pairs, selected
 from pipelines.exporting.steps import Tokens, index_steps
 from pipelines.merging.merge import merge_table
@@ -35,6 +35,7 @@ from rollout_io.formats.exporting import (
     PathLike,
     new_export,
 )
+from rollout_io.formats.picture_bytes import IMAGES, PictureBytes
 from rollout_io.redaction.tables import REDACTED
 from schemas.errors import count
 from schemas.ragged import Ragged, list_lengths
@@ -42,7 +43,15 @@ from schemas.types import cast_table
 
 Sample = dict[str, Any]
 
-PICTURES = "with pictures or other parts that are not text"
+PICTURES = (
+    "with pictures or other parts that are not text"
+    " (sft_images, dpo_images, kto_images and openai_sft have pictures)"
+)
+NOT_SHOWN = (
+    "with parts that trainers do not show: documents, sounds, pictures in tool results, and"
+    " pictures that are not stored"
+)
+UNPLACED = "with pictures whose tokens are unknown, so that prompts cannot be compared"
 SECRETS = "with redacted answers, whose text would train (token formats train around it)"
 NO_TEXT = "without messages, or without the text of an answer"
 UNTRAINED = "that train no token"
@@ -52,7 +61,10 @@ NO_STEP = "without a step whose tokens all train"
 
 ROW_GROUP_IDS = 1 << 20
 """Number of token ids after which a row group is written."""
+ID_BYTES = 4
+"""Size of a token id: as many bytes of pictures count as one."""
 
+_MESSAGES = pa.list_(pa.json_())
 _IDS, _NAME = pa.list_(pa.int32()), pa.string()
 _FACTS = {"instance_id": _NAME, "trajectory_id": _NAME, "return": pa.float64()}
 _SIDES = {
@@ -71,6 +83,24 @@ SCHEMAS = {
     "kto": {"prompt_ids": _IDS, "completion_ids": _IDS, "label": pa.bool_(), **_FACTS},
 }
 """Columns of the token formats."""
+PICTURE_SCHEMAS = {
+    "sft": {"messages": _MESSAGES, "images": IMAGES, "tools": _NAME, **_FACTS},
+    "dpo": {
+        **dict.fromkeys(("prompt", "chosen", "rejected"), _MESSAGES),
+        "images": IMAGES,
+        "instance_id": _NAME,
+        **_SIDES,
+    },
+    "kto": {
+        **dict.fromkeys(("prompt", "completion"), _MESSAGES),
+        "images": IMAGES,
+        "label": pa.bool_(),
+        **_FACTS,
+    },
+}
+"""Columns of the formats with pictures."""
+_FEATURES = {"images": {"feature": {"_type": "Image"}, "_type": "List"}}
+"""Makes `datasets` decode pictures."""
 
 
 class _Lines:
@@ -94,7 +124,9 @@ class _Columns:
     """A Parquet file of samples."""
 
     def __init__(self, path: Path, kinds: Mapping[str, pa.DataType]) -> None:
-        self._file, self._kinds = ParquetFile(path), kinds
+        features = json.dumps({"info": {"features": _FEATURES}}).encode()
+        metadata = {b"huggingface": features} if "images" in kinds else None
+        self._file, self._kinds = ParquetFile(path, metadata), kinds
         self._ids = [name for name, kind in kinds.items() if kind == _IDS]
         self._samples, self._num_ids = list[Sample](), 0
 
@@ -108,26 +140,39 @@ class _Columns:
     def add(self, sample: Sample) -> None:
         self._samples.append(sample)
         self._num_ids += sum(len(sample[name]) for name in self._ids)
+        self._num_ids += sum(len(image["bytes"]) // ID_BYTES for image in sample.get("images", ()))
         if self._num_ids > ROW_GROUP_IDS:
             self._flush()
 
     def _flush(self) -> None:
         columns = {
-            name: pa.array([sample[name] for sample in self._samples], kind)
+            name: _array([sample.get(name) for sample in self._samples], kind)
             for name, kind in self._kinds.items()
         }
         self._file.write(pa.table(columns))
         self._samples, self._num_ids = [], 0
 
 
+def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
+    if kind != _MESSAGES:
+        return pa.array(values, kind)
+    texts = [[json.dumps(message) for message in messages] for messages in values]
+    return pa.array(texts, pa.list_(pa.string())).cast(kind)
+
+
 class _Writing:
     """One export: the sequences of the dataset, the file, and the counts."""
 
     def __init__(
-        self, dataset: PathLike, failed: Failed, dialect: str | None, file: _Lines | _Columns
+        self,
+        dataset: PathLike,
+        failed: Failed,
+        kind: str,
+        dialect: str | None,
+        file: _Lines | _Columns,
     ) -> None:
-        self._file, self.done = file, Exported(num_samples=0)
-        self._dataset, self._dialect = dataset, dialect
+        self._file, self.done, self._kind = file, Exported(num_samples=0), kind
+        self._dataset, self._dialect, self._pictures = dataset, dialect, PictureBytes(dataset)
         self._failures = Failures.of(dataset, failed)
 
     def returns(self) -> pl.DataFrame:
@@ -144,9 +189,12 @@ class _Writing:
             rows = merge_table(cast_table(piece))
             table = self._failures.leave_out(rows, done)
             if "pictures" in table.column_names:
-                has_parts = list_lengths(table.column("pictures")) > 0
-                done.take_back(PICTURES, int(has_parts.sum()))
-                table = table.filter(pa.array(~has_parts)).combine_chunks()
+                kept = list_lengths(table.column("pictures")) == 0
+                for row in np.flatnonzero(~kept):
+                    reason = self._why_not_shown(table.slice(row, 1))
+                    kept[row] = reason is None
+                    done.take_back(reason or "", int(not kept[row]))
+                table = table.filter(pa.array(kept)).combine_chunks()
             if self._dialect is not None and REDACTED in table.column_names:
                 marks = Ragged.from_arrow(table.column(REDACTED))
                 rows = np.unique(marks.row_of(np.flatnonzero(marks.values)))
@@ -155,13 +203,26 @@ class _Writing:
                 table = table.take(pa.array(kept)).combine_chunks()
             yield table
 
+    def _why_not_shown(self, table: pa.Table) -> str | None:
+        """Return why a sequence with pictures cannot be written; None if it can."""
+        if self._dialect not in PICTURED:
+            return PICTURES
+        names = {*COLUMNS, "pictures"} & {*table.column_names}
+        (row,) = table.select(sorted(names)).to_pylist()
+        if num_shown(row) not in (None, len(row["pictures"])):
+            return NOT_SHOWN
+        has_unknown = any(entry["start"] is None for entry in row["pictures"])
+        return UNPLACED if has_unknown and self._kind == "dpo" else None
+
     def texts(self, table: pa.Table, tokens: Tokens) -> Tokens | Messages:
         """Return the contents of sequences in the form of this format."""
-        return tokens if self._dialect is None else Messages(table, tokens, self._dialect)
+        if self._dialect is None:
+            return tokens
+        return Messages(table, tokens, self._dialect, self._pictures)
 
     def add(self, sample: Sample, facts: Sample) -> None:
         """Write a sample; OpenAI's and ShareGPT's have no fields for ids and returns."""
-        self._file.add(sample | facts if self._dialect in (None, "trl") else sample)
+        self._file.add(sample | facts if self._dialect in (None, "trl", "images") else sample)
         self.done.num_samples = (self.done.num_samples or 0) + 1
 
 
@@ -195,9 +256,10 @@ def write(
         RolloutError: `out` exists, or no sample can be written.
     """
     with new_export(out, dataset) as path:
-        sink = _Columns(path, SCHEMAS[kind]) if dialect is None else _Lines(path)
+        columns = {None: SCHEMAS, "images": PICTURE_SCHEMAS}.get(dialect)
+        sink = _Lines(path) if columns is None else _Columns(path, columns[kind])
         with sink as file:
-            writing = _Writing(dataset, failed, dialect, file)
+            writing = _Writing(dataset, failed, kind, dialect, file)
             _WRITERS[kind](writing, select)
         done = writing.done
         done.close(dataset)
@@ -237,8 +299,8 @@ def _write_kto(writing: _Writing, select: str) -> None:
             found = [parts for i in steps if (parts := texts.step(row, i)) is not None]
             if not found:
                 writing.done.take_back(NO_TEXT if steps else NO_STEP, 1)
-            for before, answer in found:
-                writing.add({prompt: before, completion: answer, "label": label}, facts)
+            for before, answer, shown in found:
+                writing.add({prompt: before, completion: answer, "label": label} | shown, facts)
             sides[label] += [tokens.spans(row)[i][1] for i in steps][: len(found)]
     for word, lengths in (("desirable", sides[True]), ("undesirable", sides[False])):
         writing.done.counts |= {f"num_{word}": len(lengths), f"num_{word}_tokens": sum(lengths)}
@@ -334,7 +396,7 @@ def _write_chosen(writing: _Writing, chosen: pl.DataFrame) -> set[int]:
                     for side in both
                     for fact in ("trajectory_id", "return")
                 }
-                writing.add({f"prompt{texts.suffix}": parts[0]} | sample, facts)
+                writing.add({f"prompt{texts.suffix}": parts[0]} | sample | parts[2], facts)
     return written
 
 

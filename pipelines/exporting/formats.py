@@ -23,12 +23,15 @@ SELECTIONS = {
 }
 KINDS = {
     "sft": ("sft", "trl", "TRL's `messages`, JSONL"),
+    "sft_images": ("sft", "images", "TRL's `messages` and `images`, Parquet"),
     "sft_tokens": ("sft", None, "TRL's `input_ids` and `assistant_masks`, Parquet"),
     "sharegpt": ("sft", "sharegpt", "ShareGPT's `conversations`, JSONL"),
     "openai_sft": ("sft", "openai", "OpenAI's fine-tuning data, JSONL"),
     "dpo": ("dpo", "trl", "TRL's `prompt`, `chosen` and `rejected`, JSONL"),
+    "dpo_images": ("dpo", "images", "the same with `images` of the prompt, Parquet"),
     "dpo_tokens": ("dpo", None, "the ids of the same pairs, Parquet"),
     "kto": ("kto", "trl", "TRL's `prompt`, `completion` and `label`, JSONL"),
+    "kto_images": ("kto", "images", "the same with `images` of the prompt, Parquet"),
     "kto_tokens": ("kto", None, "the ids of the same samples, Parquet"),
 }
 """Kind of samples, dialect of their messages (None: token ids), and description, by name."""

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from schemas.numpy_arrays import to_numpy
+from schemas.pictures import identities
 from schemas.ragged import IntArray, Ragged, list_lengths, offsets_of
 
 _DIGEST_BYTES = 16
@@ -54,12 +55,12 @@ class Tokens:
         ids = np.concatenate([prompt, self.responses.row(row)])
         return {"input_ids": ids, "assistant_masks": masks}
 
-    def step(self, row: int, step: int) -> tuple[Any, Any]:
-        """Return the prompt of a step, which is all tokens before it, and its sampled tokens."""
+    def step(self, row: int, step: int) -> tuple[Any, Any, dict[str, Any]]:
+        """Return the prompt of a step, which is all tokens before it, its sampled tokens, and {}."""
         start, length = self.spans(row)[step]
         response = self.responses.row(row)
         before = np.concatenate([self.prompts.row(row), response[:start]])
-        return before, response[start : start + length].copy()  # keeps no table in memory
+        return before, response[start : start + length].copy(), {}  # keeps no table in memory
 
 
 def _spans(table: pa.Table, lengths: IntArray) -> tuple[IntArray, IntArray, IntArray]:
@@ -91,7 +92,7 @@ def index_steps(table: pa.Table, first_row: int) -> pl.DataFrame:
 
     Returns:
         instance_id, trajectory_id; row (int64) and step (int64, its number in the row); context
-        and sampled (16-byte digests of the tokens before the step, and of the step); trains (true
+        and sampled (16-byte digests of the tokens and pictures before the step, and of the step); trains (true
         if every token of the step trains); place (step_index before merging), num_tokens, and
         is_cut_off (true if the engine stopped at its limit). Time grows with the tokens of the sequences, not with
         the sum of the prompts.
@@ -100,11 +101,11 @@ def index_steps(table: pa.Table, first_row: int) -> pl.DataFrame:
         A sequence with prompt [1, 2] and response [3, 9, 4], in which 9 is an observation, has two
         steps: [3] after [1, 2], and [4] after [1, 2, 3, 9].
     """
-    tokens = Tokens(table)
+    tokens, (prompts, responses) = Tokens(table), identities(table)
     rows, steps, contexts, sampled, trains = [], [], [], [], []
     for row in range(table.num_rows):
-        response, trained = tokens.responses.row(row), tokens.trained(row)
-        digest, done = _digest(tokens.prompts.row(row)), 0
+        response, trained = responses.row(row).astype(np.int64), tokens.trained(row)
+        digest, done = _digest(prompts.row(row).astype(np.int64)), 0
         for step, (start, length) in enumerate(tokens.spans(row)):
             digest.update(response[done:start].data)
             ids = _digest(response[start : start + length])

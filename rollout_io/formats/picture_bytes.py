@@ -24,6 +24,9 @@ from schemas.columns import PICTURES
 from schemas.errors import InvariantError
 from schemas.ragged import relisted
 
+IMAGES = pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()}))
+"""Pictures as `datasets` and verl read them."""
+
 
 class PictureBytes:
     """Restores the bytes of pictures in messages."""
@@ -69,8 +72,12 @@ class PictureBytes:
         """Return messages with the bytes of all pictures."""
         return with_parts(value, self._part)
 
-    def _part(self, part: Mapping[str, Any]) -> dict[str, Any]:
-        name = part["blob"]
+    def content(self, name: str) -> bytes:
+        """Return the content of a file of the store.
+
+        Raises:
+            InvariantError: `picture_reference`: the file is missing, or its content was changed.
+        """
         store = next((store for store in self._stores if name in store.files), None)
         content = None if store is None else store.read(name)
         if content is None:
@@ -79,6 +86,32 @@ class PictureBytes:
                 f"move DS{SUFFIX} together with DS",
             )
             raise InvariantError(RULE, str(self._dataset), finding, "", hint)
+        return content
+
+    def apart(self, messages: Any) -> tuple[Any, list[dict[str, Any]]]:
+        """Return messages without the references of their pictures, and the pictures, in order."""
+        images = list[dict[str, Any]]()
+
+        def without_reference(part: Mapping[str, Any]) -> dict[str, Any]:
+            images.append({"bytes": self.content(part["blob"]), "path": None})
+            return {"type": part["type"]}
+
+        return with_parts(messages, without_reference), images
+
+    def images_in(self, table: pa.Table) -> pa.Array:
+        """[N] Return the pictures of each row as `IMAGES`, in order; null if it has none in the store."""
+        rows = table.column(PICTURES).to_pylist()
+        stored = [[e["sha256"] for e in row or () if e["sha256"] is not None] for row in rows]
+        images = [[image for name in names if (image := self._image(name))] for names in stored]
+        return pa.array([row or None for row in images], IMAGES)
+
+    def _image(self, name: str) -> dict[str, Any] | None:
+        content = self.content(name)
+        is_image = MEDIA_TYPES.get(extension_of(content), "").startswith("image/")
+        return {"bytes": content, "path": None} if is_image else None
+
+    def _part(self, part: Mapping[str, Any]) -> dict[str, Any]:
+        content = self.content(part["blob"])
         kind, data = part["type"], base64.b64encode(content).decode()
         mime = part.get("media_type") or MEDIA_TYPES.get(extension_of(content))
         url = f"data:{mime or 'application/octet-stream'};base64,{data}"

@@ -18,7 +18,10 @@ session:
 - `prompts`, `responses`, `response_mask` (1 where the token is trained on), `rollout_log_probs`;
 - `rm_scores`: a reward per response token, the trainer's `token_level_scores`;
 - `routed_experts`: for all tokens of prompt + response; zeros where the engine recorded none;
-- `min_global_steps`: version of the weights that sampled the response.
+- `min_global_steps`: version of the weights that sampled the response;
+- `multi_modal_data`: `images`, the pictures of prompt + response, in order, as {bytes, path}. verl holds
+  decoded pictures there, and makes `multi_modal_inputs` of them (`process_image` in
+  https://github.com/verl-project/verl/blob/v0.9.1/verl/utils/dataset/vision_utils.py takes both).
 
 `verl.utils.tensordict_utils.list_of_dict_to_tensordict` accepts rows once these fields are
 converted to tensors.
@@ -53,6 +56,7 @@ from rollout_io.formats.parsing.messages import prompt_key
 from rollout_io.formats.parsing.naming import label, numbers, with_files_apart
 from rollout_io.formats.parsing.notes import note_run
 from rollout_io.formats.picture_bytes import PictureBytes
+from schemas.columns import PICTURES
 from schemas.ragged import Ragged, list_lengths, offsets_of, ranges
 
 _GROUPS = "inferred: lines of one file and step with the same input"
@@ -159,9 +163,13 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
     with new_export(out, dataset) as path, ParquetFile(path) as file:
         failures, pictures = Failures.of(dataset, failed), PictureBytes(dataset)
         for piece in declared_tables(dataset):
-            table = pictures.restored_in(failures.leave_out(piece, done))
+            healthy = failures.leave_out(piece, done)
+            table = pictures.restored_in(healthy)
             uniform.check(table)
             added = {"rm_scores": _scores(table, rewards_of(dataset, table))}
+            if PICTURES in healthy.column_names:
+                images = pictures.images_in(healthy)
+                added["multi_modal_data"] = pa.StructArray.from_arrays([images], ["images"])
             if ROUTES in table.column_names:
                 added["routed_experts"] = _routes(table)
             table = table.drop_columns([n for n in ("rewards", ROUTES) if n in table.column_names])

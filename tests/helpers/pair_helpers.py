@@ -53,6 +53,6 @@ def exported(dataset, name, select=None, **options):
     """Export, and return the counts and the samples."""
     out = Path(dataset).parent / f"{name}.{len(list(Path(dataset).parent.iterdir()))}"
     done = rollout_io.export(dataset, out, name, select=select, **options)
-    if name.endswith("_tokens"):
+    if name.endswith(("_tokens", "_images")):
         return done, pq.read_table(out).to_pylist()
     return done, [json.loads(line) for line in out.read_text().splitlines()]

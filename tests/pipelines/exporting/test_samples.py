@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import pipelines
 import rollout_io
+from pipelines.exporting.export import PICTURES
 from rollout_io.cli.main import run
 from schemas.columns import COLUMN_BY_NAME
 from schemas.errors import ConfigError, InputError
@@ -126,7 +127,7 @@ def test_rows_with_pictures_are_left_out_and_counted(tmp_path):
     pictures = [[{"sha256": None, "start": None, "length": None}], *[None] * 5]
     table = attempts(*GIVEN, pictures=pa.array(pictures, COLUMN_BY_NAME["pictures"].type))
     done, samples = exported(write(tmp_path / "ds", table), "sft_tokens")
-    assert done.left_out == {"with pictures or other parts that are not text": 1}
+    assert done.left_out == {PICTURES: 1}
     assert names_of(samples) == ["a_1", "a_2", "b_0", "b_1"]
 
 

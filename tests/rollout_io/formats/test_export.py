@@ -29,6 +29,7 @@ ENDING = {
     "parquet": "dir",
     **dict.fromkeys(("sft", "sharegpt", "openai_sft", "dpo", "kto"), "jsonl"),
     **dict.fromkeys(("sft_tokens", "dpo_tokens", "kto_tokens"), "parquet"),
+    **dict.fromkeys(("sft_images", "dpo_images", "kto_images"), "parquet"),
 }
 READ = ("prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs", "reward")
 
