@@ -7,6 +7,7 @@ import polars as pl
 from PIL import Image
 from torch._subclasses.fake_tensor import FakeTensor
 
+from rollout_io.dataset.blobs import stores_of
 from schemas.errors import ConfigError, InputError
 from trainer.batches.picture_reader import PictureReader
 from trainer.checks import Rule, refuse
@@ -69,7 +70,7 @@ def open_pictures(run: Run, rows: pl.DataFrame) -> PictureReader | None:
     if is_sharded(run.policy):
         finding = "FSDP with pictures, which only some processes encode at a time"
         raise ConfigError("launch", "accelerate launch", finding, "data parallelism")
-    reader = PictureReader(config.model.path, config.data.dataset)
+    reader = PictureReader(config.model.path, stores_of(config.data.dataset))
     policy, random = run.whole_policy, np.random.default_rng(0)
     if isinstance(next(policy.parameters()), FakeTensor):  # its weights have no values
         return reader
