@@ -35,6 +35,7 @@ from pipelines.generation.run import OpenEngine
 from pipelines.generation.tasks import Task, read_tasks
 from pipelines.generation.trajectory import ENDS_THE_RUN
 from rollout_io.configuration import flat
+from rollout_io.dataset.blobs import Blobs
 from rollout_io.retokenize.tokenizer import ChatTokenizer, load_tokenizer
 from schemas.errors import RolloutError
 from trainer.config.train_config import PATHS
@@ -272,7 +273,9 @@ class Driver:
             self._saved_when_it_ends(),
         ):
             async with self.engine, self._open_calls() as calls:
-                generator = Generator(self.engine, self.tokenizer, config.generation, calls)
+                sampling = config.generation
+                store = Blobs.of(sampling.out)
+                generator = Generator(self.engine, self.tokenizer, sampling, calls, store=store)
                 metadata, training = generator.metadata, config.training
                 for remark in check_tokenizers(training, metadata, notes_match=False):
                     show(remark)
