@@ -11,6 +11,7 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, AutoTokenizer
 
+from examples import screens
 from tests.helpers.picture_models import png, save_family
 from tests.helpers.vision_models import CONFIGS, PROCESSORS
 
@@ -112,3 +113,10 @@ class Odd(Screens):
             "literal": [part_of(png(0, 24, 16)), {"type": "text", "text": "<|image_pad|>"}],
         }[self.extras["shows"]]
         return result | {"observations": [{"role": "user", "content": parts}]}
+
+
+class Scored(screens.Screens):
+    """The screens of the example; the reward is in how long the answer is."""
+
+    def step(self, action):
+        return super().step(action) | {"reward": len(action) % 5 / 4}

@@ -114,7 +114,7 @@ def _gathered(outputs: Sequence[Any], pictures: Pictures) -> Any:
             f"the encoder gives {len(features)} features for {int(pictures.ends[-1])} tokens"
         )
     selected = features[pictures.feature]
-    # One tile for each feature: some models insert whole tiles, row by row.
+    # One tile for each feature: SmolVLM inserted whole tiles in each row before Transformers 5.23.
     return selected[:, None] if isinstance(outputs[0], Tensor) else (selected,)
 
 

@@ -30,6 +30,7 @@ class Groups:
         size: Groups per iteration.
         names: Instance ids of all finished groups, including dropped ones.
         num_kept: Number of groups assigned to iterations.
+        store: Store of all pictures that environments return; each dataset takes those of its rows.
         unfinished: Finished trajectories of groups that an earlier process left incomplete, by
             group.
 
@@ -40,7 +41,7 @@ class Groups:
 
     def __init__(self, config: RlConfig) -> None:
         self._out, self.size = Path(config.run.out), config.training.batch.groups_per_batch
-        self._pictures = Blobs.of(self._out / ROLLOUTS)
+        self.store = Blobs.of(self._out / ROLLOUTS)
         self._room = [self.size] * config.num_iterations
         self.names = _names_in(self._out / DROPPED)
         self.num_kept = 0
@@ -114,7 +115,7 @@ class Groups:
             for tables in groups:
                 for number in sorted(tables):
                     for name in names_in(tables[number]):
-                        store.take(name, [self._pictures])
+                        store.take(name, [self.store])
                     writer.write(tables[number])
 
     def _read(self, iteration: int) -> None:

@@ -35,7 +35,6 @@ from pipelines.generation.run import OpenEngine
 from pipelines.generation.tasks import Task, read_tasks
 from pipelines.generation.trajectory import ENDS_THE_RUN
 from rollout_io.configuration import flat
-from rollout_io.dataset.blobs import Blobs
 from rollout_io.retokenize.tokenizer import ChatTokenizer, load_tokenizer
 from schemas.errors import RolloutError
 from trainer.config.train_config import PATHS
@@ -273,8 +272,7 @@ class Driver:
             self._saved_when_it_ends(),
         ):
             async with self.engine, self._open_calls() as calls:
-                sampling = config.generation
-                store = Blobs.of(sampling.out)
+                sampling, store = config.generation, groups.store
                 generator = Generator(self.engine, self.tokenizer, sampling, calls, store=store)
                 metadata, training = generator.metadata, config.training
                 for remark in check_tokenizers(training, metadata, notes_match=False):

@@ -90,7 +90,8 @@ def test_the_final_rendering_of_a_conversation_has_the_tokens_of_its_pictures(mo
     plain = "{% if message.content is string %}{{ message.content }}"
     assert plain in template
     path.write_text(
-        template.replace(
+        "{{ 'x' * (messages | length) }}"  # prompts are not a beginning of the final rendering
+        + template.replace(
             plain,
             f"{{% if message.role == 'assistant' %}}{marked}{{% elif message.content is string %}}"
             "{{ message.content }}",
@@ -269,7 +270,7 @@ def test_an_interrupted_generation_goes_on_with_the_same_pictures(model, tmp_pat
     rollout_io.validate(whole.out)
 
 
-def rendering_server(path):
+def rendering_server(path, **parsed):
     """A server that renders messages with pictures as vLLM does, and says one word."""
     tokenizer = load_tokenizer(path)
 
@@ -300,7 +301,7 @@ def rendering_server(path):
         logprobs = [{"token": token, "logprob": -0.5} for token in "yes"]
         choice = {
             "index": 0,
-            "message": {"role": "assistant", "content": "yes"},
+            "message": {"role": "assistant", "content": "yes"} | parsed,
             "token_ids": ids,
             "logprobs": {"content": logprobs},
             "finish_reason": "stop",
@@ -328,6 +329,17 @@ def test_a_server_renders_each_turn_from_messages_with_pictures(kind, model, tmp
         assert row["prompt_token_ids"] == own["prompt_token_ids"]
         assert row["pictures"] == own["pictures"]
     rollout_io.validate(config.out)
+
+
+def test_an_environment_gets_the_whole_text_where_a_server_has_parsed_it(model, tmp_path):
+    path = model("qwen2_5_vl")
+    config = config_of(tmp_path, path, history="step_wise")
+    with serving(rendering_server(path, content="s", reasoning="ye")) as server:
+        result = run(config, VllmEngine(server.url, model="m", logprobs_mode="raw"))
+    assert result.num_failed == 0, result.first_error
+    rows = rows_of(config)
+    assert {row["response_text"] for row in rows} == {"yes"}
+    assert {row["reward"] for row in rows} == {len("yes") % 5 / 4}
 
 
 def test_a_server_that_resizes_pictures_in_another_way_fails_its_trajectories(model, tmp_path):

@@ -28,6 +28,7 @@ from tests.helpers.vision_models import (
     save_model,
 )
 from trainer.engine.embedded import TransformersEngine
+from trainer.engine.pictures import next_positions, preparing, shown_inputs
 from trainer.models.policy import load_policy
 
 PROMPTS: list[list[Part]] = [
@@ -138,6 +139,25 @@ def test_each_distinct_picture_of_a_batch_is_encoded_once(kind: str, seen: Any) 
     engine.model.base_model.get_image_features = counting
     sample(engine, [shown(album, parts) for parts in PROMPTS], max_tokens=3)
     assert sum(encoded_pictures) == 3
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_tokens_after_a_picture_at_the_end_of_a_prompt_have_the_positions_of_the_model(
+    kind: str, seen: Any
+) -> None:
+    path, album, plain = seen(kind)
+    prompts = [shown(album, [[1, 2], "wide"]), shown(album, [[1], "small", [3], "tall"])]
+    for ids, pictures in prompts:
+        ids.pop()  # the token after the picture
+        row = torch.tensor([ids])
+        requests = [SimpleNamespace(pictures=pictures)]
+        inputs = shown_inputs(plain, requests, row, torch.ones_like(row), preparing(path))
+        longer = torch.tensor([[*ids, 5]])
+        prepared = [preparing(path)(one.content)["image_grid_thw"] for one in pictures]
+        shows = (longer == SHOWS).int()
+        expected, _ = plain.model.get_rope_index(longer, shows, image_grid_thw=torch.cat(prepared))
+        assert torch.equal(inputs["position_ids"][1:], expected[..., :-1])
+        assert torch.equal(next_positions(inputs["position_ids"])[1:], expected[..., -1:])
 
 
 class Bad(NamedTuple):
