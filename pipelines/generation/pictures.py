@@ -94,8 +94,15 @@ class _Shown(NamedTuple):
     content: bytes
     expansion: Expansion
 
+    def stored(self) -> dict[str, Any]:
+        return {"type": "image", "blob": self.name, "media_type": self._media_type}
+
+    def sent(self) -> dict[str, Any]:
+        url = f"data:{self._media_type};base64,{base64.b64encode(self.content).decode()}"
+        return {"type": "image_url", "image_url": {"url": url}}
+
     @property
-    def media_type(self) -> str | None:
+    def _media_type(self) -> str | None:
         return MEDIA_TYPES.get(extension_of(self.content))
 
 
@@ -139,27 +146,20 @@ class Pictures:
         if all(isinstance(message["content"], str) for message in messages):
             return messages
         self._check()
-        return await asyncio.to_thread(
-            lambda: [
-                {**one, "content": "".join(map(self._mark, one["content"]))} for one in messages
-            ]
-        )
+        return await asyncio.to_thread(lambda: [self._marked(message) for message in messages])
 
     def _check(self) -> None:
-        finding = "the environment returned a picture"
+        finding, problem, hint = "the environment returned a picture", "", ""
         if self._store is None:
             expected = "text: SkyRL's generator interface has no pictures"
             raise InputError("env_output", self._where, finding, expected)
-        problem = hint = ""
         if self._loaded.processor is None:
             problem = f"the model {self._loaded.name} has no image processor"
             hint = "use a model that sees pictures, with its preprocessor_config.json"
         elif not self.by:
             problem, hint = "the engine does not show them", "set engine = transformers"
         elif self.by == "chat" and self._history not in RENDERED:
-            problem = (
-                f"the engine's server shows them in messages only, not with history {self._history}"
-            )
+            problem = f"a server shows them in messages only, not with history {self._history}"
             hint = "set history = step_wise, or engine = transformers"
         if problem:
             raise EngineError("engine_pictures", self._where, f"{finding}, but {problem}", "", hint)
@@ -167,6 +167,12 @@ class Pictures:
             hint = "use the chat template of the model: leave out chat_template"
             finding += ", but the chat template has no placeholder for it"
             raise InputError("chat_template", self._where, finding, "", hint)
+
+    def _marked(self, message: Message) -> Message:
+        content = message["content"]
+        if isinstance(content, str):
+            return message
+        return {**message, "content": "".join(map(self._mark, content))}
 
     def _mark(self, part: str | bytes) -> str:
         """Return the text of a part; a picture is stored, and its mark returned."""
@@ -199,10 +205,9 @@ class Pictures:
         try:
             spans = spans_in(np.array(ids, np.int32), expansions, self._pads, self._where)
         except InputError as error:
-            hint = "show each picture as one content part, without its placeholders in texts"
-            raise error.at(
-                self._where, f"{hint}; serve the model with its own image processor"
-            ) from None
+            hint = "show each picture as one content part, without its placeholders in texts; "
+            hint += "serve the model with its own image processor"
+            raise error.at(self._where, hint) from None
         return tuple(
             Picture(sha256=one.name, content=one.content, start=start, length=length)
             for one, (start, length) in zip(shown, spans, strict=True)
@@ -228,19 +233,11 @@ class Pictures:
 
     def stored(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return marked messages with references to the files of pictures, for a row."""
-        return self._with_parts(
-            messages,
-            lambda one: {"type": "image", "blob": one.name, "media_type": one.media_type},
-        )
+        return self._with_parts(messages, _Shown.stored)
 
     def sent(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return marked messages with data URLs of pictures, for a server."""
-
-        def part(one: _Shown) -> dict[str, Any]:
-            url = f"data:{one.media_type};base64,{base64.b64encode(one.content).decode()}"
-            return {"type": "image_url", "image_url": {"url": url}}
-
-        return self._with_parts(messages, part)
+        return self._with_parts(messages, _Shown.sent)
 
     def _with_parts(
         self, messages: Sequence[Message], part: Callable[[_Shown], dict[str, Any]]

@@ -83,6 +83,26 @@ def test_each_prompt_has_the_tokens_of_its_pictures_and_the_dataset_their_files(
         assert [part["blob"] for part in parts] == [one["sha256"] for one in row["pictures"]]
 
 
+def test_attempts_may_show_their_first_picture_late_or_never(model, tmp_path):
+    config = config_of(tmp_path, model("qwen3_vl"), "Late", group_size=1, seed=3)
+    tasks = [{"prompt": "Look.", "late": late} for late in (True, False)]
+    Path(config.tasks).write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    assert run(config).num_failed == 0
+    shown = [[one["sha256"] for one in row["pictures"] or []] for row in rows_of(config)]
+    first, second = shown[3][0], shown[4][1]
+    assert shown == [
+        [],
+        [second],
+        [second, first],
+        *([first, second, first][: n + 1] for n in range(3)),
+    ]
+    once = dataclasses.replace(config, out=str(tmp_path / "once"), max_turns=1)
+    Path(config.tasks).write_text(json.dumps(tasks[0]) + "\n")
+    run(once)
+    assert "pictures" not in rows_of(once)[0]
+    assert not Blobs.of(once.out).files
+
+
 def test_the_final_rendering_of_a_conversation_has_the_tokens_of_its_pictures(model, tmp_path):
     path = tmp_path / "template.jinja"
     marked = "{% generation %}{{ message.content }}{% endgeneration %}"
