@@ -15,10 +15,10 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from pipelines.generation.config import GenerateConfig
+from pipelines.generation.pictures import seen
 from pipelines.generation.tasks import Task, conversation
 from pipelines.generation.user_code import OwnThread, encodable
 from rollout_io.formats.parsing.messages import openai_tools
-from rollout_io.retokenize.messages import normalize
 from schemas.errors import ConfigError, InputError, RolloutError
 from schemas.extras import requires_extra
 
@@ -32,7 +32,7 @@ class Outcome:
     """Checked result of an environment step.
 
     Attributes:
-        observations: Messages for the model.
+        observations: Messages for the model, as from `pipelines.generation.pictures.seen`.
         reward: Reward of this turn.
         is_done: Whether the trajectory ends here.
         replaced: The environment's version of the action if it differs from the sampled text
@@ -49,7 +49,7 @@ class Beginning(NamedTuple):
     """What the model sees first.
 
     Attributes:
-        messages: The conversation.
+        messages: The conversation, as from `pipelines.generation.pictures.seen`.
         tools: Definitions of tools, for the chat template; None if there are none.
     """
 
@@ -100,7 +100,7 @@ class Environment:
             raise self._nonsense("init", finding, "a pair (conversation, metadata)")
         where = f"{self._where}, init"
         try:
-            messages = conversation(made[0], where)
+            messages = conversation(made[0], where, seen)
         except RolloutError as error:
             given = ("env_output", where, error.got, error.expected)
             raise InputError(*given, message=error.sentence) from None
@@ -188,7 +188,7 @@ class Environment:
         if not isinstance(observations, Sequence) or isinstance(observations, str):
             raise self._nonsense(name, f"observations {observations!r:.60}", "a list of messages")
         try:
-            return [normalize(m, f"observation {i}") for i, m in enumerate(observations)]
+            return [seen(m, f"observation {i}") for i, m in enumerate(observations)]
         except RolloutError as error:
             message = f"{self._where}, {name}, {error.sentence}"
             given = ("env_output", f"{self._where}, {name}", error.got, error.expected)

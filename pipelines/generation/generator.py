@@ -40,6 +40,7 @@ from pipelines.generation.tasks import Task
 from pipelines.generation.trajectory import ENDS_THE_RUN, GymTrajectory, apply_stop_rules
 from pipelines.generation.user_generator import OwnGenerator, TrainingPhase
 from pipelines.harness.launchers import Endpoint, find_harness
+from rollout_io.dataset.blobs import Blobs
 from rollout_io.formats.base import Step
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.errors import ConfigError, RolloutError
@@ -82,6 +83,7 @@ class Generator:
         config: Settings; `tasks` and `out` are not used.
         calls: Server of harness calls, or endpoint of a custom generator, from `open_calls`; or None.
         phase: Purpose of the batches, passed to a custom generator.
+        store: Store of the pictures that environments return; None refuses them.
 
     Raises:
         RolloutError: `agent`, `environment`, `generator`, `harness`: the configured function, class
@@ -95,7 +97,9 @@ class Generator:
         config: GenerateConfig,
         calls: Calls | Endpoint | None = None,
         phase: TrainingPhase = "train",
+        store: Blobs | None = None,
     ) -> None:
+        self._store = store
         self.engine, self.tokenizer, self.config = engine, tokenizer, config
         endpoint = calls if isinstance(calls, Endpoint) else None
         self._calls = None if isinstance(calls, Endpoint) else calls
@@ -226,7 +230,7 @@ class Generator:
             return HarnessTrajectory(self._harness, self._calls, task, self.config)
         if self._agent is None:
             make = self._maker(task)
-            return GymTrajectory(task, make, self.engine, self.tokenizer, self.config)
+            return GymTrajectory(task, make, self.engine, self.tokenizer, self.config, self._store)
         client = Client(self.engine, self.tokenizer, task, self.config)
         return AgentTrajectory(self._agent, client, task, self.config.agent_timeout_s)
 

@@ -15,6 +15,7 @@ from pipelines.generation.dataset import Finished, GroupWriter, missing_tasks
 from pipelines.generation.engines.base import Engine
 from pipelines.generation.generator import Generator, open_calls
 from pipelines.generation.tasks import Task, read_tasks
+from rollout_io.dataset.blobs import Blobs
 from rollout_io.dataset.locking import destination, remove_leftovers
 from rollout_io.dataset.storage import Location
 from rollout_io.retokenize.tokenizer import load_tokenizer
@@ -101,7 +102,8 @@ async def generate(config: GenerateConfig, open_engine: OpenEngine) -> GenerateR
         if not missing:
             return result
         async with open_engine(config) as engine, open_calls(config, engine, tokenizer) as calls:
-            generator = Generator(engine, tokenizer, config, calls)
+            store = Blobs.of(config.out)
+            generator = Generator(engine, tokenizer, config, calls, store=store)
             generator.check(missing)
             await _run(generator, missing, result)
     return result

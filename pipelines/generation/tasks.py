@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -160,8 +160,10 @@ def _task(record: Any, index: int, where: str) -> Task:
     )
 
 
-def conversation(prompt: Any, where: str) -> list[dict[str, Any]]:
-    """Convert a prompt (a list of messages, or text) to messages.
+def conversation(
+    prompt: Any, where: str, read: Callable[[object, str], dict[str, Any]] = normalize
+) -> list[dict[str, Any]]:
+    """Convert a prompt (a list of messages, or text) to messages, each by `read`.
 
     Raises:
         InputError: `tasks`: the prompt is neither text nor a list; `message`: an item is not a
@@ -174,4 +176,4 @@ def conversation(prompt: Any, where: str) -> list[dict[str, Any]]:
             raise InputError("tasks", where, "the key `prompt` is missing")
         finding, expected = f"prompt {prompt!r:.60}", "a non-empty list of messages or text"
         raise InputError("tasks", where, finding, expected)
-    return [normalize(message, f"{where}, message {i}") for i, message in enumerate(prompt)]
+    return [read(message, f"{where}, message {i}") for i, message in enumerate(prompt)]

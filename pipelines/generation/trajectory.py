@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from pipelines.filtering.filters import RAN_OUT_OF_TOKENS
 from pipelines.generation.config import GenerateConfig
-from pipelines.generation.engines.base import CONTEXT_LENGTH, ENGINE_DOWN, Engine, Sampled, Sampling
-from pipelines.generation.environments import Environment, Outcome
+from pipelines.generation.engines.base import (
+    CONTEXT_LENGTH,
+    ENGINE_DOWN,
+    Engine,
+    Picture,
+    Sampled,
+    Sampling,
+)
+from pipelines.generation.environments import Environment
 from pipelines.generation.histories import Conversation, as_json, begin, final_rendering
+from pipelines.generation.pictures import Pictures
 from pipelines.generation.tasks import Task
+from rollout_io.dataset.blobs import Blobs
 from rollout_io.formats.base import Step
 from rollout_io.formats.parsing.sampling import sampling_extra
 from rollout_io.retokenize.tokenizer import ChatTokenizer, Tools
@@ -70,6 +79,7 @@ class GymTrajectory:
         engine: The engine that samples.
         tokenizer: Tokenizer of the engine.
         config: Settings of the generation.
+        store: Store of the pictures that the environment returns; None refuses them.
 
     Attributes:
         steps: Steps so far; kept if the trajectory fails.
@@ -83,9 +93,12 @@ class GymTrajectory:
         engine: Engine,
         tokenizer: ChatTokenizer,
         config: GenerateConfig,
+        store: Blobs | None = None,
     ) -> None:
-        self.task, self.engine, self.tokenizer, self.config = task, engine, tokenizer, config
+        self.task, self.engine, self.config = task, engine, config
         self.where = f"trajectory {task.trajectory_id!r}"
+        self._pictures = Pictures(tokenizer, engine, config, store, self.where)
+        self.tokenizer = self._pictures.tokenizer
         self.steps: list[Step] = []
         self.warnings: list[str] = []
         self._environment = Environment(make, self.where, config.env_timeout_s)
@@ -96,11 +109,15 @@ class GymTrajectory:
         """Run turns until the environment is done or a limit is reached.
 
         Raises:
-            InputError: `env_raised`, `env_timeout`, `env_output`: the environment fails.
-            EngineError: `context_length`: the first prompt is too long; or the engine fails.
+            InputError: `env_raised`, `env_timeout`, `env_output`: the environment fails;
+                `picture_file`, `picture_tokens`: a picture, or a placeholder that was sampled, cannot
+                be shown to the model.
+            EngineError: `context_length`: the first prompt is too long; `engine_pictures`: the
+                engine shows no pictures; or the engine fails.
         """
         try:
-            prompt, self._tools = await self._environment.init(self.task.prompt)
+            messages, self._tools = await self._environment.init(self.task.prompt)
+            prompt = await self._pictures.marked(messages)
             history = self.config.history
             self._warn_of_unseen_tools(prompt)
             await self._turns(begin(history, prompt, self.tokenizer, self.where, self._tools))
@@ -110,7 +127,7 @@ class GymTrajectory:
         if self.config.history == "retokenize":
             self._retokenize()
 
-    def _warn_of_unseen_tools(self, prompt: Sequence[dict[str, Any]]) -> None:
+    def _warn_of_unseen_tools(self, prompt: Sequence[Mapping[str, Any]]) -> None:
         if not self._tools:
             return
         texts = (self.tokenizer.render(prompt, t, where=self.where) for t in (self._tools, None))
@@ -121,14 +138,17 @@ class GymTrajectory:
     async def _turns(self, talk: Conversation) -> None:
         for turn in range(self.config.max_turns):
             try:
-                sampled, sampling = await self._sample(talk, turn)
+                sampled, sampling, shown = await self._sample(talk, turn)
             except RolloutError as error:
                 if error.rule != CONTEXT_LENGTH or not self.steps:
                     raise
                 self.steps[-1].stop_reason = CONTEXT_LENGTH
                 return
-            step = step_of(sampled, sampling, as_json(talk.messages), self.task.source)
+            messages = as_json(self._pictures.stored(talk.messages))
+            step = step_of(sampled, sampling, messages, self.task.source)
+            step.pictures = _entries(shown)
             self.steps.append(step)
+            self._pictures.refuse_sampled(sampled.response_ids)
             self._said = [*talk.messages, {"role": "assistant", "content": sampled.text}]
             outcome = await self._environment.step(sampled.text)
             step.reward = outcome.reward
@@ -140,9 +160,13 @@ class GymTrajectory:
                 if step.stop_reason in COMPLETED:
                     step.stop_reason = MAX_TURNS
                 return
-            self._extend(talk, sampled, outcome)
+            observations = await self._pictures.marked(outcome.observations)
+            self._extend(talk, sampled, outcome.replaced, observations)
 
-    async def _sample(self, talk: Conversation, turn: int) -> tuple[Sampled, Sampling]:
+    async def _sample(
+        self, talk: Conversation, turn: int
+    ) -> tuple[Sampled, Sampling, tuple[Picture, ...]]:
+        """Sample a turn; also return its settings and the pictures of its prompt."""
         ids, most = talk.prompt_ids(), self.config.max_input_tokens
         if most is not None and len(ids) > most:
             finding, expected = (
@@ -152,11 +176,33 @@ class GymTrajectory:
             raise EngineError(CONTEXT_LENGTH, self.where, finding, expected)
         seed = seed_of(self.config.seed, self.task.trajectory_id, turn)
         sampling = dataclasses.replace(self.config.sampling, seed=seed)
-        return await self.engine.sample(ids, sampling, session=self.task.trajectory_id), sampling
+        session, shown = self.task.trajectory_id, self._pictures.shown(talk.messages, ids)
+        if shown and self._pictures.by == "chat":
+            sampled = await self.engine.chat(
+                self._pictures.sent(talk.messages),
+                sampling,
+                tools=self._tools,
+                chat_template_kwargs=self.config.chat_template_kwargs,
+                session=session,
+            )
+            if (sampled.message or {}).keys() - {"role", "content"}:  # a parser has cut the text
+                text = self.tokenizer.backend.decode(sampled.response_ids, skip_special_tokens=True)
+                sampled = dataclasses.replace(sampled, text=text)
+            shown = self._pictures.shown(talk.messages, sampled.prompt_token_ids)
+        else:
+            pictures: Any = {"pictures": shown} if shown else {}
+            sampled = await self.engine.sample(ids, sampling, session=session, **pictures)
+        return sampled, sampling, shown
 
-    def _extend(self, talk: Conversation, sampled: Sampled, outcome: Outcome) -> None:
+    def _extend(
+        self,
+        talk: Conversation,
+        sampled: Sampled,
+        replaced: str | None,
+        observations: Sequence[Mapping[str, Any]],
+    ) -> None:
         response, step = sampled.response_ids, self.steps[-1]
-        kept = talk.extend(response, sampled.text, outcome.replaced, outcome.observations)
+        kept = talk.extend(response, sampled.text, replaced, observations)
         if len(kept) < len(response):
             step.response_ids = np.array(kept, np.int32)
             step.rollout_logprobs = np.array(sampled.rollout_logprobs[: len(kept)], np.float32)
@@ -169,20 +215,28 @@ class GymTrajectory:
     def _retokenize(self) -> None:
         """Replace the sampled tokens with the template's rendering of the entire conversation."""
         num = len(self.steps)
-        ids, spans = final_rendering(self._said, num, self.tokenizer, self.where, self._tools)
+        messages = self._pictures.expanded(self._said)
+        ids, spans = final_rendering(messages, num, self.tokenizer, self.where, self._tools)
         answers = [i for i, message in enumerate(self._said) if message["role"] == "assistant"]
         for step, (start, end), answer in zip(self.steps, spans, answers[-num:], strict=True):
             step.prompt_token_ids = np.array(ids[:start], np.int32)
             step.response_ids = np.array(ids[start:end], np.int32)
             step.rollout_logprobs = step.rollout_expert_indices = step.sampling_support = None
             step.token_source = RETOKENIZED
-            step.messages = as_json(self._said[: answer + 1])
+            step.messages = as_json(self._pictures.stored(self._said[: answer + 1]))
+            step.pictures = _entries(self._pictures.shown(self._said[:answer], ids[:start]))
 
     async def _close(self) -> None:
         try:
             await self._environment.close()
         except RolloutError as error:
             self.warnings.append(str(error))
+
+
+def _entries(shown: Sequence[Picture]) -> list[dict[str, Any]] | None:
+    """Return the entries of the column `pictures`; None if there are none."""
+    names = ("sha256", "start", "length")
+    return [{name: getattr(one, name) for name in names} for one in shown] or None
 
 
 def apply_stop_rules(steps: Sequence[Step], config: GenerateConfig) -> None:

@@ -88,7 +88,8 @@ class PictureProcessor:
             [151655, 151655, 151655, 151655, 151655, 151655]
         """
         key = hashlib.sha256(content).digest()
-        if key not in self._known:
+        expansion = self._known.get(key)
+        if expansion is None:
             image = open_picture(content, where)
             try:
                 encoded = self.backend(images=[image], text=[self.token], add_special_tokens=False)
@@ -101,8 +102,8 @@ class PictureProcessor:
                 raise InputError("picture_file", where, finding, "", hint) from None
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
-            self._known[key] = self._expansion(ids)
-        return self._known[key]
+            expansion = self._known[key] = self._expansion(ids)
+        return expansion
 
     def _expansion(self, ids: Tokens) -> Expansion:
         tokenizer = self.backend.tokenizer

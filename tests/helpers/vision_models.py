@@ -16,7 +16,7 @@ import transformers
 from PIL import Image
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
-from rollout_io.dataset.blobs import Blobs
+from rollout_io.dataset.blobs import Blobs, stores_of
 from tests.helpers.trainer_helpers import step, write_dataset
 from trainer.batches.picture_reader import PictureReader
 from trainer.models.pictures import num_features
@@ -192,7 +192,7 @@ class Album:
         store_pictures(folder)
         write_dataset(folder, [step("none", 0, 0, [1], [2], is_last_step=True, reward=0.0)])
         self.kind = kind
-        self.reader = PictureReader(model, folder)
+        self.reader = PictureReader(model, stores_of(folder))
         plain = plain_model(model)
         self.inputs = {name: self.reader.load([digest(name)])[0] for name in SIZES}
         self.num_features = {n: num_features(plain, one) for n, one in self.inputs.items()}

@@ -9,8 +9,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoConfig
 
-from rollout_io.dataset.blobs import RULE, fault_of, stores_of
-from rollout_io.dataset.storage import Paths
+from rollout_io.dataset.blobs import RULE, Blobs, fault_of
 from rollout_io.retokenize.processor import load_image_processor, open_picture
 from schemas.errors import InputError, InvariantError
 
@@ -32,7 +31,7 @@ class PictureReader:
 
     Args:
         model: Model directory with the files of an image processor.
-        dataset: The dataset, whose stores have the pictures.
+        stores: Stores that have the pictures.
 
     Attributes:
         placeholder: Id of the tokens whose embeddings the features of a picture replace.
@@ -41,12 +40,12 @@ class PictureReader:
         InputError: `processor`: the image processor cannot be loaded.
     """
 
-    def __init__(self, model: str, dataset: Paths) -> None:
+    def __init__(self, model: str, stores: Sequence[Blobs]) -> None:
         placeholder = placeholder_of(model)
         assert placeholder is not None
         self.placeholder = placeholder
         self._prepare = load_image_processor(model)
-        self._stores = stores_of(dataset)
+        self._stores = stores
         self._prepared = lru_cache(maxsize=MOST_PREPARED)(self._read)
 
     def load(self, names: Sequence[str]) -> list[Mapping[str, Tensor]]:

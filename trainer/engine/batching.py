@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from pipelines.generation.engines.base import Sampling
+from pipelines.generation.engines.base import Picture, Sampling
+from trainer.engine.pictures import Prepare, next_positions, shown_inputs
 from trainer.engine.token_sampling import sample_tokens
 from trainer.models.router_replay import recorded
 
@@ -29,6 +30,7 @@ class Request:
         generator: Random number generator of this request, so that its samples do not depend on the
             batch.
         is_wanted: Function that returns whether the caller is still waiting.
+        pictures: Pictures that the prompt shows.
         response: Ids sampled so far.
         logprobs: Log-probability of each sampled id, nats.
         support: Ids that could have been sampled at each token; empty without truncation.
@@ -42,6 +44,7 @@ class Request:
     max_tokens: int
     generator: torch.Generator
     is_wanted: Callable[[], bool]
+    pictures: Sequence[Picture] = ()
     response: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     support: list[list[int]] = field(default_factory=list)
@@ -84,6 +87,7 @@ def continue_batch(
     ends: Collection[int],
     decode: Decode,
     finished: Callable[[Request], None],
+    prepare: Prepare | None = None,
 ) -> None:
     """Sample the responses of a batch of requests until every request has a stop reason.
 
@@ -95,9 +99,12 @@ def continue_batch(
         ends: Ids that end a sequence.
         decode: Converts ids to text, for the stop strings of the given settings.
         finished: Called with each request when it ends.
+        prepare: Returns what the model's image processor makes of a picture; None: there are none.
     """
     ids, mask = (part.to(model.device) for part in _padded([r.prompt for r in requests]))
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    inputs = {} if prepare is None else shown_inputs(model, requests, ids, mask, prepare)
+    positions = inputs.pop("position_ids", positions)
     cache = DynamicCache(config=model.config)
     # Transformers 5.24 renamed the argument, and warns about the earlier name.
     is_renamed = "cache" in inspect.signature(model.forward).parameters
@@ -112,7 +119,9 @@ def continue_batch(
                 use_cache=True,
                 logits_to_keep=1,
                 **cache_argument,
+                **inputs,
             ).logits[:, -1]
+        inputs = {}
         _keep_routes(rows, experts(), mask[:, -ids.shape[1] :].bool())
         settings, generators = [r.sampling for r in rows], [r.generator for r in rows]
         sampled = sample_tokens(logits, settings, generators)
@@ -126,11 +135,11 @@ def continue_batch(
         if len(continuing) < len(rows):
             keep = torch.tensor(continuing, device=model.device)
             cache.batch_select_indices(keep)
-            mask, positions = mask[keep], positions[keep]
+            mask, positions = mask[keep], positions[..., keep, :]
             rows = [rows[i] for i in continuing]
         ids = torch.tensor([[row.response[-1]] for row in rows], device=model.device)
         mask = torch.cat([mask, mask.new_ones(len(rows), 1)], -1)
-        positions = positions[:, -1:] + 1
+        positions = next_positions(positions)
 
 
 def _keep_routes(rows: Sequence[Request], routes: Tensor | None, is_real: Tensor) -> None:

@@ -10,12 +10,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from pipelines.generation.engines.base import Sampled, Sampling, contains_any
+from pipelines.generation.engines.base import Picture, Sampled, Sampling, contains_any
 from rollout_io.retokenize.tokenizer import ChatTokenizer, load_tokenizer
 from schemas.errors import EngineError, InputError
 from schemas.metadata import LogprobsMode
 from trainer.engine.batching import Request, continue_batch
 from trainer.engine.in_process import InProcessEngine
+from trainer.engine.pictures import Prepare, check_shown, preparing
 from trainer.models.policy import load_policy
 
 _GATHERING_S = 0.005
@@ -56,6 +57,7 @@ class TransformersEngine(InProcessEngine):
         self._waiting: list[tuple[Request, asyncio.Future[Sampled]]] = []
         self._runner: asyncio.Task[None] | None = None
         self._weights = asyncio.Lock()
+        self._prepare: Prepare | None = None
 
     @classmethod
     def load(
@@ -98,15 +100,37 @@ class TransformersEngine(InProcessEngine):
             await self._runner
 
     async def sample(
-        self, prompt_token_ids: Sequence[int], sampling: Sampling, *, session: str | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        pictures: Sequence[Picture] = (),
     ) -> Sampled:
-        """See `Engine.sample`."""
+        """See `Engine.sample`.
+
+        Raises:
+            EngineError: `engine_pictures`: the model does not see pictures.
+            InputError: `picture_tokens`: a placeholder is at no picture; `picture_file`: a picture
+                cannot be decoded; `processor`: the image processor cannot be loaded.
+        """
         del session
-        request, future = self._request(list(prompt_token_ids), sampling)
+        prompt = list(prompt_token_ids)
+        check_shown(self.model, prompt, pictures)
+        if pictures:
+            await asyncio.to_thread(self._prepare_all, pictures)
+        request, future = self._request(prompt, sampling, pictures)
         self._waiting.append((request, future))
         if self._runner is None:
             self._runner = asyncio.create_task(self._run())
         return await future
+
+    def _prepare_all(self, pictures: Sequence[Picture]) -> None:
+        """Prepare pictures, so that one that cannot be shown fails its own call only."""
+        if self._prepare is None:
+            self._prepare = preparing(self.model.config.name_or_path)
+        for picture in pictures:
+            self._prepare(picture.content)
 
     async def load_weights(self, path: str, *, policy_version: int) -> None:
         """See `Engine.load_weights`; a running batch finishes with the old weights."""
@@ -130,7 +154,7 @@ class TransformersEngine(InProcessEngine):
         self.model.load_state_dict(loaded)
 
     def _request(
-        self, prompt: list[int], sampling: Sampling
+        self, prompt: list[int], sampling: Sampling, pictures: Sequence[Picture]
     ) -> tuple[Request, asyncio.Future[Sampled]]:
         if sampling.extra:
             finding = f"the embedded engine does not support {', '.join(map(repr, sampling.extra))}"
@@ -144,6 +168,7 @@ class TransformersEngine(InProcessEngine):
             max_tokens=self.max_tokens(prompt, sampling, vocab_size),
             generator=torch.Generator().manual_seed(seed),
             is_wanted=lambda: not future.done(),
+            pictures=pictures,
         )
         return request, future
 
@@ -176,6 +201,7 @@ class TransformersEngine(InProcessEngine):
                 ends=self._ends,
                 decode=self._decode,
                 finished=finished,
+                prepare=self._prepare,
             )
         except Exception as error:
             for future in futures.values():

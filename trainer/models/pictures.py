@@ -133,7 +133,8 @@ def _gathered(outputs: Sequence[Any], pictures: Pictures) -> Any:
             f"the encoder gives {len(features)} features for {int(pictures.ends[-1])} tokens"
         )
     selected = features[pictures.feature]
-    return selected[None] if isinstance(outputs[0], Tensor) else (selected,)
+    # One tile for each feature: SmolVLM inserted whole tiles in each row before Transformers 5.23.
+    return selected[:, None] if isinstance(outputs[0], Tensor) else (selected,)
 
 
 def grid_positions(forest: Forest, pictures: Pictures, grids: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from pipelines.generation.generator import Generator
 from pipelines.generation.tasks import Task, read_tasks
 from pipelines.rewards import is_above, trajectory_returns
 from pipelines.statistics.metrics import pass_at_k
+from rollout_io.dataset.blobs import Blobs
 from rollout_io.formats.skyrl_fields import ROLLOUT_METRICS, aggregated
 from rollout_io.retokenize.tokenizer import ChatTokenizer, load_tokenizer
 from rollout_io.terminal import Bar
@@ -102,7 +103,8 @@ async def _sample(
     """Sample the trajectories that are missing from an evaluation set's dataset."""
     missing = missing_tasks(evaluated.tasks, sampling)
     if missing:
-        generator = Generator(engine, evaluated.tokenizer, sampling, calls, "eval")
+        store = Blobs.of(sampling.out)
+        generator = Generator(engine, evaluated.tokenizer, sampling, calls, "eval", store)
         generator.check(missing)
         with (
             GroupWriter(sampling.out, missing, generator.metadata, sampling) as writer,

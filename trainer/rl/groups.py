@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 import rollout_io
+from rollout_io.dataset.blobs import Blobs, names_in
 from rollout_io.dataset.storage import Location
 from rollout_io.dataset.writer import RolloutWriter
 from schemas.errors import InputError, count
@@ -29,6 +30,7 @@ class Groups:
         size: Groups per iteration.
         names: Instance ids of all finished groups, including dropped ones.
         num_kept: Number of groups assigned to iterations.
+        store: Store of all pictures that environments return; each dataset takes those of its rows.
         unfinished: Finished trajectories of groups that an earlier process left incomplete, by
             group.
 
@@ -39,6 +41,7 @@ class Groups:
 
     def __init__(self, config: RlConfig) -> None:
         self._out, self.size = Path(config.run.out), config.training.batch.groups_per_batch
+        self.store = Blobs.of(self._out / ROLLOUTS)
         self._room = [self.size] * config.num_iterations
         self.names = _names_in(self._out / DROPPED)
         self.num_kept = 0
@@ -78,7 +81,7 @@ class Groups:
         first = next(number for number, free in enumerate(self._room) if free)
         room = self._room[first : max(deadline, *others, first) + 1]
         iteration = first + place(room, [other - first for other in others])
-        _write(self.path(iteration), [tables], metadata)
+        self._write(self.path(iteration), [tables], metadata)
         self.names.add(name)
         self.num_kept += 1
         self._room[iteration] -= 1
@@ -90,7 +93,7 @@ class Groups:
         Raises:
             RolloutError: See `add`.
         """
-        _write(self._out / DROPPED, [tables], metadata)
+        self._write(self._out / DROPPED, [tables], metadata)
         self.names.add(name)
 
     def put_aside(self, groups: Sequence[Tables], metadata: DatasetMetadata) -> None:
@@ -101,9 +104,19 @@ class Groups:
         """
         before = Location.of(self._out / UNFINISHED).shards()
         if any(groups):
-            _write(self._out / UNFINISHED, [tables for tables in groups if tables], metadata)
+            self._write(self._out / UNFINISHED, [tables for tables in groups if tables], metadata)
         for path in before:
             Path(path).unlink()
+
+    def _write(self, path: Path, groups: Iterable[Tables], metadata: DatasetMetadata) -> None:
+        """Append one shard, with the pictures that it refers to."""
+        store = Blobs.of(path)
+        with RolloutWriter(path, metadata=metadata, append=True) as writer:
+            for tables in groups:
+                for number in sorted(tables):
+                    for name in names_in(tables[number]):
+                        store.take(name, [self.store])
+                    writer.write(tables[number])
 
     def _read(self, iteration: int) -> None:
         path = self.path(iteration)
@@ -139,14 +152,6 @@ def _names_in(path: Path) -> set[str]:
     if not Location.of(path).shards():
         return set()
     return set(rollout_io.scan(path).select("instance_id").unique().collect()["instance_id"])
-
-
-def _write(path: Path, groups: Iterable[Tables], metadata: DatasetMetadata) -> None:
-    """Append one shard."""
-    with RolloutWriter(path, metadata=metadata, append=True) as writer:
-        for tables in groups:
-            for number in sorted(tables):
-                writer.write(tables[number])
 
 
 def num_allowed(*, iteration: int, max_staleness: int, num_iterations: int, size: int) -> int:

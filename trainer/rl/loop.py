@@ -272,7 +272,8 @@ class Driver:
             self._saved_when_it_ends(),
         ):
             async with self.engine, self._open_calls() as calls:
-                generator = Generator(self.engine, self.tokenizer, config.generation, calls)
+                sampling, store = config.generation, groups.store
+                generator = Generator(self.engine, self.tokenizer, sampling, calls, store=store)
                 metadata, training = generator.metadata, config.training
                 for remark in check_tokenizers(training, metadata, notes_match=False):
                     show(remark)

@@ -10,6 +10,7 @@ import polars as pl
 from PIL import Image
 from torch._subclasses.fake_tensor import FakeTensor
 
+from rollout_io.dataset.blobs import stores_of
 from rollout_io.retokenize.processor import load_image_processor
 from schemas.errors import InputError
 from trainer.batches.picture_reader import PictureReader, prepare
@@ -72,7 +73,7 @@ def open_pictures(run: Run, rows: pl.DataFrame) -> PictureReader | None:
     for role, model in run.models.items():
         seen = facts.with_columns(model=pl.lit(role), sees=pl.lit(shows_pictures(model)))
         refuse(seen, PICTURES, config)
-    reader = PictureReader(config.model.path, config.data.dataset)
+    reader = PictureReader(config.model.path, stores_of(config.data.dataset))
     policy, path = run.whole_policy, config.model.path
     if isinstance(next(policy.parameters()), FakeTensor):  # its weights have no values
         return reader

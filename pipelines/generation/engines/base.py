@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,10 +112,30 @@ class Sampled:
     sampling_support: Sequence[Sequence[int]] | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Picture:
+    """A picture at tokens of a prompt.
+
+    Attributes:
+        sha256: `sha256:` and the digest of `content`.
+        content: Bytes of the picture's file.
+        start: Index of its first token in the prompt.
+        length: Number of its tokens.
+    """
+
+    sha256: str
+    content: bytes
+    start: int
+    length: int
+
+
 class Engine(Protocol):
     """An inference engine. Any number of calls may run concurrently, and each can be cancelled.
 
     An engine is an asynchronous context manager that releases its resources on exit.
+
+    An engine that shows pictures has another argument of `sample`, which is passed only where the
+    prompt shows some: `pictures`, a sequence of `Picture`, in order. See `pictures_by`.
     """
 
     @property
@@ -212,6 +233,17 @@ class Engine(Protocol):
                 weights cannot be loaded.
         """
         ...
+
+
+def pictures_by(engine: Engine) -> str:
+    """Return the method by which an engine accepts pictures: "sample", "chat", or "" for none.
+
+    An engine whose `sample` has no argument `pictures` may have an attribute `pictures_by`.
+    """
+    stated: str | None = getattr(engine, "pictures_by", None)
+    if stated is not None:
+        return stated
+    return "sample" if "pictures" in inspect.signature(engine.sample).parameters else ""
 
 
 async def to_its_end(work: Awaitable[T]) -> T:

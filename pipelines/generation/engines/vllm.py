@@ -96,7 +96,10 @@ class VllmEngine:
     Attributes:
         servers: HTTP client of the servers.
         special_tokens: As given.
+        pictures_by: Servers take pictures in messages only.
     """
+
+    pictures_by = "chat"
 
     def __init__(
         self,

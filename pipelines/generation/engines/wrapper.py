@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Self
 
-from pipelines.generation.engines.base import Engine, Sampled, Sampling
+from pipelines.generation.engines.base import Engine, Picture, Sampled, Sampling, pictures_by
 from pipelines.generation.trajectory import ENDS_THE_RUN
 from schemas.errors import RolloutError
 from schemas.metadata import LogprobsMode
@@ -45,6 +45,11 @@ class WrappedEngine(ABC):
         """See `Engine.context_tokens`."""
         return self.engine.context_tokens
 
+    @property
+    def pictures_by(self) -> str:
+        """See `pipelines.generation.engines.base.pictures_by`."""
+        return pictures_by(self.engine)
+
     async def __aenter__(self) -> Self:
         await self.engine.__aenter__()
         return self
@@ -53,11 +58,17 @@ class WrappedEngine(ABC):
         await self.engine.__aexit__(*error)
 
     async def sample(
-        self, prompt_token_ids: Sequence[int], sampling: Sampling, *, session: str | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        pictures: Sequence[Picture] = (),
     ) -> Sampled:
         """See `Engine.sample`."""
+        shown: Any = {"pictures": pictures} if pictures else {}
         async with self.turn():
-            return await self.engine.sample(prompt_token_ids, sampling, session=session)
+            return await self.engine.sample(prompt_token_ids, sampling, session=session, **shown)
 
     async def chat(
         self,

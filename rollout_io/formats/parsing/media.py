@@ -148,15 +148,20 @@ def _content_of(source: Mapping[str, Any]) -> bytes | None:
     if source["type"] == "file":
         return None
     if source["type"] == "base64":
-        try:
-            data = "".join(source["data"].split()).translate(_URL_SAFE)
-            return base64.b64decode(data + "=" * (-len(data) % 4), validate=True)
-        except (binascii.Error, ValueError):
-            return None
+        return decoded(source["data"])
     parts = urlsplit(source["url"])
     if parts.scheme not in {"", "file"}:
         return None
     return _file(unquote(parts.path) if parts.scheme else source["url"])
+
+
+def decoded(data: str) -> bytes | None:
+    """Return the bytes of base64, standard or safe for URLs; None if it is invalid."""
+    try:
+        data = "".join(data.split()).translate(_URL_SAFE)
+        return base64.b64decode(data + "=" * (-len(data) % 4), validate=True)
+    except (binascii.Error, ValueError):
+        return None
 
 
 def _file(path: str) -> bytes | None:
