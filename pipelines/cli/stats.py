@@ -103,6 +103,7 @@ def stats(
     from pipelines.cli.diff import suspected
     from pipelines.cli.stats_screen import screen
     from pipelines.statistics.findings import finding_numbers
+    from rollout_io.conversion.logged_notes import noted
     from rollout_io.dataset.first_prompts import mixed_text
 
     emit_styled(screen(_overview(dataset, outcome, shape, chosen)))
@@ -110,6 +111,8 @@ def stats(
         emit(line)
     for line in _findings(finding_numbers(dataset)):
         emit(line)
+    for text, number in noted(dataset).items():
+        emit(f"noted by the conversion: {text}: {number:,}")
     if mixed := mixed_text(dataset):
         note(mixed)
     note("pass --all or --json for every number and metric")
@@ -196,6 +199,7 @@ def dataset_numbers(
     from pipelines.statistics.savings import dataset_savings
     from pipelines.statistics.summary import dataset_statistics
     from rollout_io.cli.datasets import open_valid
+    from rollout_io.conversion.logged_notes import noted
 
     frame = open_valid(dataset, workers)
     numbers = dataset_statistics(dataset, outcome, workers)
@@ -207,6 +211,7 @@ def dataset_numbers(
         "metrics": metrics,
         "tools": tools(frame).to_dicts(),
         "findings": finding_numbers(dataset),
+        "conversion_notes": noted(dataset),
         "savings": _savings(savings, shape),
     }
 
@@ -249,6 +254,8 @@ def _sections(numbers: Mapping[str, Any]) -> Iterable[tuple[str, Sequence[str]]]
         yield "tools", columns([["tool", "calls", "failed", "trajectories"], *lines])
     if numbers["findings"]:
         yield "findings", [*_findings(numbers["findings"])]
+    if notes := numbers["conversion_notes"]:
+        yield "noted by the conversion", [f"{text}: {num:,}" for text, num in notes.items()]
     for per, metrics in numbers["metrics"].items():
         table = [["metric", "value", "over", "left out"]]
         for name, line in metrics.items():

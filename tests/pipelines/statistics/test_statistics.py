@@ -21,6 +21,7 @@ from pipelines.statistics.distributions import (
 from pipelines.statistics.summary import dataset_summary
 from rollout_io import RolloutWriter, scan
 from rollout_io.cli.main import run
+from rollout_io.formats.verl import NO_IDS, TOOL_RESULTS
 from schemas.strategies import rollout_tables
 from tests.conftest import EXAMPLES
 from tests.helpers.examples import examples
@@ -217,9 +218,24 @@ def test_quantiles_are_values_that_occur():
 def test_stats_as_json_keep_the_numbers_of_the_dataset_at_the_top(shop_dataset, capsys):
     assert run(["stats", str(shop_dataset), "--json", "--outcome", "sum"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert set(printed) - {"metrics", "savings", "tools", "findings"} == set(
+    assert set(printed) - {"metrics", "savings", "tools", "findings", "conversion_notes"} == set(
         dataset_statistics(shop_dataset)
     )
+
+
+@pytest.mark.model
+def test_stats_repeat_what_the_conversion_noted_about_the_logs(smollm2_dir, tmp_path, capsys):
+    lines = [{"input": "user\n6?", "output": text, "score": 1.0, "step": 3} for text in ("6", "7")]
+    lines[0]["output"] += "\n<tool_response>\n6"
+    log, dataset = tmp_path / "3.jsonl", str(tmp_path / "ds")
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert run(["convert", str(log), "--out", dataset, "--tokenizer", str(smollm2_dir)]) == 0
+    capsys.readouterr()
+    assert run(["stats", dataset, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["conversion_notes"] == {NO_IDS: 2, TOOL_RESULTS: 1}
+    for flags in ([], ["--all"]):
+        assert run(["stats", dataset, *flags]) == 0
+        assert f"{TOOL_RESULTS}: 1" in capsys.readouterr().out
 
 
 def test_stats_of_a_model_without_a_config_say_what_is_missing(shop_dataset, tmp_path, capsys):
