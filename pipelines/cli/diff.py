@@ -90,8 +90,12 @@ def diff(
     better = dict.fromkeys(higher, 1) | dict.fromkeys(lower, -1)
     compared = differences(lines_a, lines_b, rate=rate, directions=directions | better)
     if compared.tasks.is_empty():
-        hint = "compare datasets of the same tasks; see their ids: rollouts inspect DS"
-        raise InputError("same_tasks", f"{a} and {b}", "no task is in both datasets", hint=hint)
+        hint = (
+            "compare datasets of the same tasks, whose ids are in task_instance_id or instance_id"
+        )
+        names = [lines["instance_id"].head(1).to_list() for lines in (lines_a, lines_b)]
+        finding = f"no task is in both datasets; the first of A is {names[0]}, of B {names[1]}"
+        raise InputError("same_tasks", f"{a} and {b}", finding, hint=hint)
     names_of_numbers = compared.numbers["name"].to_list()
     for name in better.keys() - set(names_of_numbers):
         hint = f"use one of {', '.join(names_of_numbers)}"

@@ -6,7 +6,7 @@ A line is a run. `input` and `output` were decoded without special tokens. The s
 messages are therefore lost, and neither roles nor exact tokens can be recovered; the history of the
 dataset records that. The whole `output` trains, also the tool results in it; runs with these are
 counted. `rollout_io.hooks.verl` keeps exact tokens and masks instead. Lines of one file and step with the same `input` form a group, as the file
-does not record verl's groups. The outcome is `score`; all other numbers (`reward_extra_info`) are
+does not record verl's groups; `task_instance_id` names the input across steps, for `rollouts diff`. The outcome is `score`; all other numbers (`reward_extra_info`) are
 metrics.
 
 Export to verl: agent-loop outputs, unpadded, in Parquet.
@@ -114,6 +114,7 @@ def read(sample: Sample, run: Run, _: Options) -> Trajectory:
         metrics=numbers(fields, place.where),
         user_values=filled(
             step=str(sample.step),
+            task_instance_id=prompt_key(sample.input),  # the same in the dumps of other steps
             gts=label(sample.gts, place.where),
             request_id=label(sample.request_id, place.where),
         ),

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
+from rollout_io.cli.main import run
+from rollout_io.formats.parsing.messages import prompt_key
 from rollout_io.formats.start import Start
 from rollout_io.formats.verl import ADAPTER, NO_IDS, TOOL_RESULTS
 from schemas.errors import RolloutError
@@ -46,8 +48,9 @@ def test_the_score_is_the_outcome_and_all_numbers_are_metrics(tmp_path):
     (_, first), (_, second) = read_all(ADAPTER, path)[0]
     assert (first.reward, second.reward) == (0.25, 1.0)
     assert first.metrics == {"score": 0.25, "acc": 0.0, "format_reward": 0.5}
-    assert first.user_values == {"step": "3", "gts": "6", "request_id": "r1"}
-    assert second.user_values == {"step": "3"}
+    task = {"step": "3", "task_instance_id": prompt_key(sample()["input"])}
+    assert first.user_values == {**task, "gts": "6", "request_id": "r1"}
+    assert second.user_values == task
     (step,) = first.steps
     assert (step.prompt, step.response) == ("user\n1 + 5?\nassistant\n", "6")
     assert step.source == f"{path}:1"
@@ -71,6 +74,18 @@ def test_without_a_tokenizer_text_is_refused_with_the_way_to_tokens(tmp_path):
     assert caught.value.where == f"{path}:1"
     assert "--tokenizer" in caught.value.hint
     assert not list((tmp_path / "ds").glob("*.parquet"))
+
+
+@pytest.mark.model
+def test_the_dumps_of_two_steps_are_compared_task_by_task(tmp_path, smollm2_dir, capsys):
+    datasets = []
+    for step in (3, 4):
+        log = write_lines(tmp_path / f"{step}.jsonl", sample(step=step), sample(step=step, score=0))
+        datasets.append(str(tmp_path / f"step-{step}"))
+        arguments = ["convert", str(log), "--out", datasets[-1], "--tokenizer", str(smollm2_dir)]
+        assert run([*arguments, "-q"]) == 0
+    assert run(["diff", *datasets]) == 0
+    assert "1 task in both" in capsys.readouterr().out
 
 
 @pytest.mark.model
