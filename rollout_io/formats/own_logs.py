@@ -36,7 +36,8 @@ _SESSIONS, _TASKS, _ATTEMPTS = (
         "attempt try trial repetition sample",
     )
 )
-_MOST_DEPTH, _MOST_KEYS = 4, 64
+_TIMES = frozenset({"time", "timestamp", "ts", "created", "createdat", "starttime", "startedat"})
+_MOST_DEPTH, _MOST_KEYS, _MOST_RECORDS = 4, 64, 8
 _UNMAPPABLE = re.compile(r"[.,=\[\]]")
 _HAS_IDS = re.compile(r"token_ids\W+\d")
 _RESPONSES: tuple[tuple[str, Collection[str], str], ...] = (
@@ -97,14 +98,18 @@ def look(start: Start) -> tuple[str, str] | None:
         >>> look(start)
         ('OpenAI completions under `resp`', 'request=req,response=resp,reward=score')
     """
-    for value in start.values:
-        values = dict(_values(value[0] if isinstance(value, list) and value else value))
+    records = [r for value in start.values for r in (value if isinstance(value, list) else [value])]
+    for place, record in enumerate(records[:_MOST_RECORDS]):
+        values = dict(_values(record))
         answers = {
             path: k for path, inner in values.items() if path and (k := response_kind(inner))
         }
         if answers:
             path, kind = next(iter(answers.items()))
             ids = " with token ids" if _HAS_IDS.search(str(values[path])) else ""
+            # Keys that the first record lacks, such as the reward of a last call.
+            for other in records[place + 1 : _MOST_RECORDS]:
+                values = dict(_values(other)) | {p: v for p, v in values.items() if v is not None}
             mapping = dict(_mapping(values, path))
             if not ids and "request" not in mapping:
                 return f"{kind} under `{path}`, without requests or token ids", ""
@@ -135,6 +140,8 @@ def _mapping(values: Mapping[str, Any], response: str) -> Iterator[tuple[str, st
     yield "response", response
     numbers = [p for p in beside if isinstance(values[p], int | float) and beside[p] in _REWARDS]
     yield from [("reward", numbers[0])] if numbers else []
+    times = [p for p in beside if isinstance(values[p], int | float) and beside[p] in _TIMES]
+    yield from [("time", times[0])] if times else []
 
 
 def _num_shared(path: str, other: str) -> int:

@@ -336,6 +336,18 @@ def test_an_unknown_file_is_told_what_it_looks_like_and_the_mapping_converts_as_
     assert read(tmp_path / "ds").num_rows == 1
 
 
+def test_keys_that_later_records_have_are_in_the_mapping_that_is_suggested(tmp_path: Path) -> None:
+    calls = [own("p", 0, exact(4)), own("p", 0, exact(5)) | {"score": 0.5}]
+    calls = [call | {"ts": 2.0 - i} for i, call in enumerate(calls)]
+    log = write(tmp_path / "own.jsonl", *calls)
+    with pytest.raises(InputError) as caught:
+        read_log(log)
+    (pasted,) = shlex.split((caught.value.hint or "").removeprefix("pass --map "))
+    mapping = dict(field.split("=") for field in pasted.split(","))
+    assert (mapping["reward"], mapping["time"]) == ("score", "ts")
+    assert read_log(log, map=mapping)["response_ids"].to_pylist() == [[5], [4]]
+
+
 def test_responses_without_requests_and_ids_are_told_that_no_mapping_reads_them(
     tmp_path: Path,
 ) -> None:
