@@ -68,11 +68,14 @@ def seen(message: object, where: str) -> dict[str, Any]:
 
 def _picture(part: object, where: str) -> bytes | None:
     media = media_part(part) if isinstance(part, Mapping) else None
+    if media is None and isinstance(part, Mapping) and "image" in str(part.get("type")):
+        finding = f"a picture without its content, in a part of type {part['type']!r}"
+        raise InputError("message", where, finding, _DATA_URL)
     if media is None or media["type"] != "image":
         return None
     source = media["source"]
     if source["type"] != "base64":
-        finding = f"a picture at {source.get('url', source.get('file_id'))!r:.60}"
+        finding = f"a picture at {str(source.get('url', source.get('file_id')))[:60]!r}"
         raise InputError("message", where, f"{finding}, which is not fetched", _DATA_URL)
     content = decoded(source["data"])
     if content is None:

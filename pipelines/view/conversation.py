@@ -38,6 +38,10 @@ def conversation(dataset: Dataset, trajectory_id: str) -> dict[str, Any]:
     }
 
 
+PLACES = frozenset({"image", "file"})
+"""Types of parts whose text is where the file is."""
+
+
 def _turn_of(
     finding: Mapping[str, Any], lanes: Iterable[list[dict[str, Any]]]
 ) -> dict[str, Any] | None:
@@ -58,7 +62,7 @@ def _shown(turn: dict[str, Any]) -> dict[str, Any]:
         "step_index": turn["row"],
         "findings": turn.get("findings", []),
         "num_tokens": None if span is None else span[1],
-        "num_chars": sum(len(part["text"]) for part in parts),
+        "num_chars": sum(len(part["text"]) for part in parts if part["type"] not in PLACES),
         "parts": [{**part, "text": shortened(part["text"])} for part in parts],
     }
 

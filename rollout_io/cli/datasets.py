@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import polars as pl
 
     from rollout_io.dataset.parallel import Engine, Workers
+    from rollout_io.dataset.storage import Paths
 
 _BYTES_PER_PROCESS = 64 << 20  # starting a process takes as long as reading tens of MB
 
@@ -145,3 +146,20 @@ def open_valid(path: str, workers: Workers | None = None) -> pl.LazyFrame:
     validate(path, workers or workers_of(None, "local", path))
     _LOG.debug("%s: checked in %.2f s", path, time.monotonic() - start_s)
     return frame
+
+
+def can_audit(dataset: Paths) -> bool:
+    """True if a row has log-probabilities and shows no picture, which `audit` does not recompute."""
+    import polars as pl
+
+    from rollout_io.dataset.reader import scan
+    from schemas.columns import PICTURES
+
+    rows = scan(dataset)
+    names = rows.collect_schema().names()
+    if "rollout_logprobs" not in names:
+        return False
+    present = rows.filter(pl.col("rollout_logprobs").is_not_null())
+    if PICTURES in names:
+        present = present.filter(pl.col(PICTURES).is_null())
+    return not present.select("rollout_logprobs").head(1).collect().is_empty()

@@ -114,7 +114,7 @@ def inspect(
         if as_json:
             emit_json(matching_ids)
         for one in () if as_json else matching_ids:
-            emit(one)
+            emit(one.replace("\n", "\\n"))  # a line an id
         return
     decode = own_decoder(dataset) if tokenizer is None else load_decoder(tokenizer)
     if tokenizer is not None:

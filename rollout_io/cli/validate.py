@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rollout_io.cli.datasets import dataset_argument, workers_of, workers_options
+from rollout_io.cli.datasets import can_audit, dataset_argument, workers_of, workers_options
 from rollout_io.cli.output import emit, emit_json, example, next_command, note
 from schemas.errors import count
 
@@ -54,21 +54,9 @@ def validate(
         note(_verdict(dataset, breaches))
         if breaches.is_empty() and (mixed := mixed_text(dataset)):
             note(mixed)
-        if not has_errors and _has_logprobs(dataset):
+        if not has_errors and can_audit(dataset):
             next_command("rollouts", "audit", dataset, "--weights", "MODEL")
     ctx.exit(1 if has_errors else 0)
-
-
-def _has_logprobs(dataset: str) -> bool:
-    import polars as pl
-
-    from rollout_io.dataset.reader import scan
-
-    rows = scan(dataset)
-    if "rollout_logprobs" not in rows.collect_schema():
-        return False
-    present = rows.select("rollout_logprobs").filter(pl.col("rollout_logprobs").is_not_null())
-    return not present.head(1).collect().is_empty()
 
 
 def by_rule(breaches: pl.DataFrame) -> list[dict[str, Any]]:

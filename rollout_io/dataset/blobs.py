@@ -93,7 +93,7 @@ class Blobs:
         if name in self.files:
             return
         if fault := fault_of(name, stores):
-            where = self.folder.path.removesuffix(SUFFIX)
+            where = (stores[0] if stores else self).folder.path.removesuffix(SUFFIX)
             hint = "copy or move DS.blobs together with DS, or convert the log again"
             raise InvariantError(RULE, where, fault, "", hint)
         holder = next(store for store in stores if name in store.files)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Formats that are decoded, in Pillow's names; others run programs or have no use in prompts."""
 
 _MOST_KNOWN = 4096
+_ADDRESS = re.compile(r"<[^<>]* at 0x[0-9a-f]+>")
 _CONFIGS = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 
 
@@ -294,4 +296,5 @@ def _size(image: Any) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    text = _ADDRESS.sub("the file", str(error))  # or equal errors would differ
+    return f"{type(error).__name__}: {' '.join(text.split())[:200]}"

@@ -108,6 +108,7 @@ class Odd(Screens):
             "http": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/a.png"}}],
             "file": [{"type": "image_url", "image_url": {"url": "file:///etc/hostname"}}],
             "base64": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,A"}}],
+            "empty": [{"type": "image_url", "image_url": {}}],
             "sound": [{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}],
             "bytes": [png(0, 24, 16)],
             "literal": [part_of(png(0, 24, 16)), {"type": "text", "text": "<|image_pad|>"}],

@@ -141,4 +141,18 @@ def suggest_next_steps(out: str, checkpoint: str) -> None:
         else:
             then = shlex.join(["rollouts", verb, out])
             note(f'next: pip install "rollout-io[{verb}]", then {then}')
-    note(f"next: transformers.AutoModelForCausalLM.from_pretrained({checkpoint!r})")
+    note(f"next: transformers.{_loader(checkpoint)}.from_pretrained({checkpoint!r})")
+
+
+def _loader(checkpoint: str) -> str:
+    """Return the name of the class that loads a checkpoint; the usual one for adapters and stores."""
+    from transformers import AutoConfig
+
+    from trainer.models.policy import auto_class
+
+    try:
+        config = AutoConfig.from_pretrained(checkpoint)
+    except (OSError, ValueError):
+        config = None
+    name: str = auto_class(config).__name__ if config is not None else "AutoModelForCausalLM"
+    return name

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rollout_io.cli.datasets import dataset_argument, workers_of
+from rollout_io.cli.datasets import can_audit, dataset_argument, workers_of
 from rollout_io.cli.output import (
     announced_stop,
     emit,
@@ -170,7 +170,7 @@ def train(
     else:
         emit(_report(result, settings))
     suggest_next_steps(result.out, result.checkpoint)
-    if "rollout_logprobs_abs_diff_mean" in result.metrics:
+    if "rollout_logprobs_abs_diff_mean" in result.metrics and can_audit(settings.data.dataset):
         weights = "--weights", settings.model.path
         next_command("rollouts", "audit", settings.data.dataset, *weights)
     return 0

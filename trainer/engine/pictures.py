@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipelines.generation.engines.base import Picture
 from rollout_io.retokenize.processor import open_picture
-from schemas.errors import EngineError, InputError
+from schemas.errors import EngineError, InputError, count
 from trainer.batches.forest import Forest, Pictures
 from trainer.batches.picture_reader import MOST_PREPARED, PictureReader
 from trainer.models.pictures import MUTUAL, picture_inputs, shows_pictures
@@ -53,7 +53,7 @@ def check_shown(model: Any, prompt: Sequence[int], pictures: Sequence[Picture]) 
     ]
     num_outside = prompt.count(placeholder) - sum(at_pictures)
     if num_outside:
-        finding = f"{num_outside} placeholders of pictures are at no picture"
+        finding = f"{count(num_outside, 'placeholder')} of pictures at no picture"
         raise InputError("picture_tokens", "prompt", finding)
 
 

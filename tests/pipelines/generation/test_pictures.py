@@ -146,6 +146,7 @@ ODD = {
     "http": Odd("env_output", "a picture at 'http://127.0.0.1:9/a.png', which is not fetched", URL),
     "file": Odd("env_output", "a picture at 'file:///etc/hostname', which is not fetched", URL),
     "base64": Odd("env_output", "a picture with invalid base64", URL),
+    "empty": Odd("env_output", "a picture without its content, in a part of type 'image_url'", URL),
     "sound": Odd("env_output", "a content part of type 'input_audio'", "text"),
     "bytes": Odd("env_output", "a content part of type 'bytes'", "text"),
     "literal": Odd("picture_tokens", "1 token of pictures"),

@@ -62,6 +62,7 @@ def test_a_conversation_lists_pictures_and_files_where_they_are(dataset):
         [("tool_result", "done"), ("image", BLOB[:9])],
         [("image", "https://e")],
     ]
+    assert [turn["num_chars"] for turn in found["lanes"][0]["turns"]] == [3, 4, 0, 6]
 
 
 def test_a_picture_is_served_by_its_digest_and_nothing_else_is(dataset):

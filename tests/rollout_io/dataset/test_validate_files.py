@@ -4,12 +4,16 @@ import json
 import tempfile
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from rollout_io import RolloutWriter
 from rollout_io.cli.main import run
 from schemas import RULES
+from schemas.columns import arrow_schema
+from schemas.metadata import DatasetMetadata
 from schemas.strategies import broken_tables
 
 
@@ -39,3 +43,18 @@ def test_validate_names_rule_row_and_trajectory_of_a_broken_file_and_exits_1(rul
             assert of_table or breach["trajectory_id"]
 
     holds()
+
+
+@pytest.mark.parametrize(("outcome", "rules"), [("last", ["outcome_on_last_step"]), ("sum", [])])
+def test_a_last_step_without_a_reward_is_no_breach_where_returns_are_sums(outcome, rules, tmp_path):
+    steps = arrow_schema(("reward",))
+    rows = [
+        {"step_index": 0, "is_last_step": False, "prompt_token_ids": [1], "reward": 1.0},
+        {"step_index": 1, "is_last_step": True, "prompt_token_ids": [1, 2, 3], "reward": 0.0},
+    ]
+    usual = {"instance_id": "a", "trajectory_id": "a_0", "repetition_id": 0, "response_ids": [2]}
+    usual |= {"loss_mask": [True], "token_source": "engine"}
+    with RolloutWriter(tmp_path / "ds", metadata=DatasetMetadata(outcome=outcome)) as writer:
+        writer.write(pa.Table.from_pylist([usual | row for row in rows], steps))
+    code, report = validate(tmp_path / "ds")
+    assert (code, [entry["rule"] for entry in report["rules"]]) == (0, rules)

@@ -88,6 +88,21 @@ def train(screens: Screens, out: Path, **settings: Any) -> list[dict[str, Any]]:
     return lines(out)
 
 
+def test_the_verb_names_the_class_that_loads_a_model_that_sees_and_suggests_no_audit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    game, out = Screens("qwen3_vl", tmp_path), tmp_path / "run"
+    game.write()
+    sizes = ["batch.groups_per_batch=2", "batch.groups_per_mini_batch=2", "batch.max_updates=1"]
+    arguments = ["train", str(game.dataset), "--model", game.model, "--out", str(out)]
+    assert main([*arguments, *(word for size in sizes for word in ("--set", size))]) == 0
+    *_, last = capsys.readouterr().err.splitlines()
+    checkpoint = f"{out}/checkpoints/global_step_1"
+    assert last == f"next: transformers.AutoModelForImageTextToText.from_pretrained({checkpoint!r})"
+    assert main(["validate", str(game.dataset)]) == 0
+    assert "audit" not in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
 def test_ten_updates_of_grpo_on_screens_agree_in_every_layout(kind: str, tmp_path: Path) -> None:
