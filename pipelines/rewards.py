@@ -257,7 +257,8 @@ def mean_of(values: pl.Series) -> float | None:
         1e+308
     """
     size: Any = values.abs().max()
-    scale = size if size is not None and 1e300 < size < float("inf") else 1.0
+    # A power of two: scaling rounds nothing.
+    scale = 2.0**64 if size is not None and size > 1e300 else 1.0
     mean: Any = (values / scale).mean()
     return None if mean is None else mean * scale
 

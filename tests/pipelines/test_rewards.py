@@ -82,7 +82,7 @@ def test_a_new_outcome_leaves_no_old_token_rewards_behind():
     [([1.0, 4.0], 2.5), ([1e308, 1e308], 1e308), ([math.inf, 1.0], math.inf), ([], None)],
 )
 def test_a_mean_exists_where_the_sum_overflows(values, mean):
-    assert mean_of(pl.Series(values, dtype=pl.Float64)) == pytest.approx(mean)
+    assert mean_of(pl.Series(values, dtype=pl.Float64)) == mean
 
 
 def test_a_value_is_above_a_bar_by_more_than_a_rounding_error():
