@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipelines import merge, place_outcomes, place_rewards, trajectory_returns, unmerge
-from pipelines.merging.merge import merge_table, unmerge_table
+from pipelines.merging.merge import merge_table, part_by_routes_table, unmerge_table
 from rollout_io import RolloutWriter, read
 from rollout_io.dataset.prefix_layout import encode_prefixes
 from schemas import check
@@ -376,9 +376,13 @@ def test_routes_are_those_of_the_step_that_sampled_the_token_and_come_back(
 def test_with_same_routes_steps_merge_only_if_all_trained_tokens_keep_theirs(
     first, second, num_rows
 ):
-    table = as_table(STEPS).append_column("rollout_expert_indices", routed(first, second))
-    assert merge_table(table, same_routes=True).num_rows == num_rows
-    assert merge_table(table).num_rows == 1
+    other = STEPS.with_columns(instance_id=pl.lit("b"), trajectory_id=pl.lit("b_0"))
+    steps = as_table(pl.concat([STEPS, other]))
+    table = steps.append_column("rollout_expert_indices", routed(first, second, first, second))
+    merged = merge_table(table)
+    assert merged.num_rows == 2
+    parts = [merge_table(table, same_routes=True), part_by_routes_table(merged)]
+    assert [part.num_rows for part in parts] == [2 * num_rows] * 2
 
 
 def test_rows_that_tell_sampled_ranges_of_their_own_are_not_taken_apart():
