@@ -223,7 +223,7 @@ def are_equal(returns: pl.Expr) -> pl.Expr:
     """
     known = returns.fill_nan(None)
     equal: pl.Expr = is_rounding(known.max() - known.min(), known.abs().max())
-    return ((known.count() > 1) & equal).fill_null(value=False)
+    return (known.count() > 1) & equal
 
 
 def is_rounding(spread: Any, size: Any) -> Any:
