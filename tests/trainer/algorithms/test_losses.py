@@ -19,7 +19,7 @@ from tests.helpers.losses_helpers import (
 )
 from trainer.algorithms.configured import Targets
 from trainer.algorithms.losses.covariance import clip_cov_selection, covariances, kl_cov_selection
-from trainer.algorithms.losses.policy import dual_clip, gspo, regular
+from trainer.algorithms.losses.policy import dppo, dual_clip, gspo, regular
 from trainer.algorithms.losses.ratios import row_sums
 from trainer.config.functions import POLICY_LOSS, bind
 from trainer.config.loss_config import LossConfig
@@ -132,6 +132,20 @@ def test_loss_gradient_and_clip_ratio_are_those_of_the_reference(name: str) -> N
     if name in ("dual_clip", "importance_sampling"):  # the reference does not count its own cap
         return
     assert float(found.clipped.double().mean()) == pytest.approx(wanted["metrics"]["clip_ratio"])
+
+
+@pytest.mark.parametrize("change", [0.25, -0.25])
+def test_dppo_masks_no_target_at_its_bound_or_without_an_advantage(change: float) -> None:
+    now, roll = tensor(0.5 + change).log(), tensor(0.5).log()
+    size = float((now.exp() - roll.exp()).abs())
+
+    def is_masked(advantage: float, delta: float) -> bool:
+        deltas = {"dppo_delta_low": delta, "dppo_delta_high": delta}
+        return bool(dppo(now, roll, tensor(advantage), dppo_type="binary_tv", **deltas).clipped)
+
+    assert is_masked(change, size / 2)
+    assert not is_masked(change, size)
+    assert not is_masked(0.0, size / 2)
 
 
 def test_regular_of_every_branch() -> None:
