@@ -250,4 +250,7 @@ def test_kl_cov_takes_the_greatest_and_of_equals_the_first() -> None:
     chosen = kl_cov_selection(covariance, fraction=0.5)
     assert chosen.tolist() == [False, True, False, True, False]
     assert kl_cov_selection(tensor(1.0, 1.0), fraction=0.0).tolist() == [True, False]
+    # From 17 elements on, sorts that are not stable change the order of equal ones.
+    equal = kl_cov_selection(torch.ones(64), fraction=0.25)
+    assert equal.tolist() == [True] * 16 + [False] * 48
     assert kl_cov_selection(tensor(), fraction=0.5).tolist() == []
