@@ -395,6 +395,18 @@ def test_rows_that_tell_sampled_ranges_of_their_own_are_not_taken_apart():
     assert trajectory_returns(merge_table(given)).collect()["return"].to_list() == [1.5]
 
 
+def test_segments_that_a_row_already_has_keep_their_fields_beside_merged_ones():
+    own = pl.Struct(dict.fromkeys(("start", "length", "step_index", "turn"), pl.Int32))
+    span = {"start": 0, "length": 1, "step_index": 0, "turn": 7}
+    other = STEPS.tail(1).with_columns(
+        instance_id=pl.lit("b"), trajectory_id=pl.lit("b_0"), step_index=pl.lit(0, pl.Int32)
+    )
+    spans = pl.Series([None, None, [span]], dtype=pl.List(own))
+    rows = pl.concat([STEPS, other]).with_columns(segments=spans)
+    merged = merge(rows).collect()["segments"].explode().struct.field("turn")
+    assert merged.to_list() == [None, None, 7]
+
+
 def test_an_empty_table_merges_to_an_empty_table():
     empty = STEPS.filter(pl.lit(value=False))
     assert merge(empty).collect().height == unmerge(merge(empty)).collect().height == 0
