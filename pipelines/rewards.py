@@ -223,7 +223,7 @@ def are_equal(returns: pl.Expr) -> pl.Expr:
     """
     known = returns.fill_nan(None)
     equal: pl.Expr = is_rounding(known.max() - known.min(), known.abs().max())
-    return ((known.count() > 1) & equal).fill_null(value=False)
+    return (known.count() > 1) & equal
 
 
 def is_rounding(spread: Any, size: Any) -> Any:
@@ -257,7 +257,8 @@ def mean_of(values: pl.Series) -> float | None:
         1e+308
     """
     size: Any = values.abs().max()
-    scale = size if size is not None and 1e300 < size < float("inf") else 1.0
+    # A power of two: scaling rounds nothing.
+    scale = 2.0**64 if size is not None and size > 1e300 else 1.0
     mean: Any = (values / scale).mean()
     return None if mean is None else mean * scale
 

@@ -126,9 +126,8 @@ def _undecided(
     In all other trajectories, `parent` is the row that each row continues.
     """
     num_rows = len(parent)
-    is_root = (tree.parent < 0) & (tree.prompt > 0)
     in_reach = parent >= np.arange(num_rows) - steps_back
-    sure = is_root | ((parent >= 0) & in_reach & (tree.prompt > tree.shared))
+    sure = (tree.parent < 0) | ((parent >= 0) & in_reach & (tree.prompt > tree.shared))
     _, first, count = np.unique(parent, return_index=True, return_counts=True)
     # If two rows claim the same parent, the rest of the trajectory decides which continues it.
     sure[first[(count > 1) & (parent[first] >= 0)]] = False

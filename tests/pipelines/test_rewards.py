@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines import merge, place_outcomes, place_rewards, trajectory_returns, unmerge
-from pipelines.rewards import is_above, mean_of, place_token_rewards
+from pipelines.rewards import is_above, is_rounding, mean_of, place_token_rewards
 from schemas import validate
 from schemas.errors import RolloutError
 from schemas.strategies import rollout_tables
@@ -51,6 +51,13 @@ def test_null_token_rewards_make_the_reward_unknown():
     assert data["rewards"].to_list() == [[3.0], None]
 
 
+def test_the_reward_of_an_empty_response_is_on_no_token():
+    rows = pl.from_arrow(table(*one_step(1.0, 2.0)))
+    empty = rows["response_ids"].dtype
+    rows = rows.with_columns(response_ids=pl.Series([[3, 4], []], dtype=empty))
+    assert place_rewards(rows).collect()["rewards"].to_list() == [[0.0, 1.0], None]
+
+
 def test_token_rewards_that_are_not_there_are_refused():
     with pytest.raises(RolloutError, match="no column 'rewards'"):
         place_token_rewards(table(*one_step(1.0)))
@@ -79,10 +86,22 @@ def test_a_new_outcome_leaves_no_old_token_rewards_behind():
 
 @pytest.mark.parametrize(
     ("values", "mean"),
-    [([1.0, 4.0], 2.5), ([1e308, 1e308], 1e308), ([math.inf, 1.0], math.inf), ([], None)],
+    [
+        ([1.0, 4.0], 2.5),
+        ([1e308, 1e308], 1e308),
+        ([-1e308, -1e308, 0.0, 0.0], -5e307),
+        ([math.inf, 1.0], math.inf),
+        ([], None),
+    ],
 )
 def test_a_mean_exists_where_the_sum_overflows(values, mean):
-    assert mean_of(pl.Series(values, dtype=pl.Float64)) == pytest.approx(mean)
+    assert mean_of(pl.Series(values, dtype=pl.Float64)) == mean
+
+
+def test_a_difference_of_1e_12_is_one_of_rounding_and_an_infinite_one_is_not():
+    assert is_rounding(1e-12, 0.0)
+    assert not is_rounding(1.1e-12, 0.0)
+    assert not is_rounding(math.inf, math.inf)
 
 
 def test_a_value_is_above_a_bar_by_more_than_a_rounding_error():

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipelines import merge, place_outcomes, place_rewards, trajectory_returns, unmerge
-from pipelines.merging.merge import merge_table, unmerge_table
+from pipelines.merging.merge import merge_table, part_by_routes_table, unmerge_table
 from rollout_io import RolloutWriter, read
 from rollout_io.dataset.prefix_layout import encode_prefixes
 from schemas import check
@@ -376,9 +376,13 @@ def test_routes_are_those_of_the_step_that_sampled_the_token_and_come_back(
 def test_with_same_routes_steps_merge_only_if_all_trained_tokens_keep_theirs(
     first, second, num_rows
 ):
-    table = as_table(STEPS).append_column("rollout_expert_indices", routed(first, second))
-    assert merge_table(table, same_routes=True).num_rows == num_rows
-    assert merge_table(table).num_rows == 1
+    other = STEPS.with_columns(instance_id=pl.lit("b"), trajectory_id=pl.lit("b_0"))
+    steps = as_table(pl.concat([STEPS, other]))
+    table = steps.append_column("rollout_expert_indices", routed(first, second, first, second))
+    merged = merge_table(table)
+    assert merged.num_rows == 2
+    parts = [merge_table(table, same_routes=True), part_by_routes_table(merged)]
+    assert [part.num_rows for part in parts] == [2 * num_rows] * 2
 
 
 def test_rows_that_tell_sampled_ranges_of_their_own_are_not_taken_apart():
@@ -389,6 +393,18 @@ def test_rows_that_tell_sampled_ranges_of_their_own_are_not_taken_apart():
     given = table.drop_columns(["segments"]).append_column("segments", pa.array([ranges], kind))
     assert unmerge_table(merge_table(given)).num_rows == 1
     assert trajectory_returns(merge_table(given)).collect()["return"].to_list() == [1.5]
+
+
+def test_segments_that_a_row_already_has_keep_their_fields_beside_merged_ones():
+    own = pl.Struct(dict.fromkeys(("start", "length", "step_index", "turn"), pl.Int32))
+    span = {"start": 0, "length": 1, "step_index": 0, "turn": 7}
+    other = STEPS.tail(1).with_columns(
+        instance_id=pl.lit("b"), trajectory_id=pl.lit("b_0"), step_index=pl.lit(0, pl.Int32)
+    )
+    spans = pl.Series([None, None, [span]], dtype=pl.List(own))
+    rows = pl.concat([STEPS, other]).with_columns(segments=spans)
+    merged = merge(rows).collect()["segments"].explode().struct.field("turn")
+    assert merged.to_list() == [None, None, 7]
 
 
 def test_an_empty_table_merges_to_an_empty_table():

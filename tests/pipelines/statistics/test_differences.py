@@ -422,8 +422,10 @@ def test_greedy_attempts_part_at_the_first_other_token():
     assert found.select("instance_id", "row", "token").rows() == [
         ("t0", 0, 3), ("t1", None, None), ("t2", 0, 2),
     ]  # fmt: skip
-    warm = table(*greedy([5, 6], temperature=1.0), optional=("temperature",))
-    assert greedy_partings(pl.from_arrow(a).lazy(), pl.from_arrow(warm).lazy()).is_empty()
+    ((task, number, warm),) = greedy([5, 6], temperature=1.0)
+    for steps in (warm, [*greedy([5, 6])[0][2], *warm]):
+        sampled = table((task, number, steps), optional=("temperature",))
+        assert greedy_partings(pl.from_arrow(a).lazy(), pl.from_arrow(sampled).lazy()).is_empty()
 
 
 @pytest.mark.parametrize("layout", ["prefix", "full"])

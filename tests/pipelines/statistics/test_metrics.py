@@ -66,6 +66,7 @@ def test_lengths_are_per_step_and_per_trajectory_apart():
     rows = found(table)
     assert rows["step", "generate/avg_num_tokens"] == (2.0, 2, 0)
     assert rows["step", "generate/avg_response_length"] == (2.0, 2, 0)
+    assert rows["step", "generate/min_num_tokens"] == (1.0, 2, 0)
     assert rows["step", "generate/std_num_tokens"] == (1.0, 2, 0)
     assert rows["step", "generate/avg_assistant_tokens"] == (1.5, 2, 0)
     assert rows["step", "generate/tokens_per_turn_max"] == (2.0, 2, 0)

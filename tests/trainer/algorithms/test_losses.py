@@ -19,7 +19,7 @@ from tests.helpers.losses_helpers import (
 )
 from trainer.algorithms.configured import Targets
 from trainer.algorithms.losses.covariance import clip_cov_selection, covariances, kl_cov_selection
-from trainer.algorithms.losses.policy import dual_clip, gspo, regular
+from trainer.algorithms.losses.policy import dppo, dual_clip, gspo, regular
 from trainer.algorithms.losses.ratios import row_sums
 from trainer.config.functions import POLICY_LOSS, bind
 from trainer.config.loss_config import LossConfig
@@ -134,6 +134,20 @@ def test_loss_gradient_and_clip_ratio_are_those_of_the_reference(name: str) -> N
     assert float(found.clipped.double().mean()) == pytest.approx(wanted["metrics"]["clip_ratio"])
 
 
+@pytest.mark.parametrize("change", [0.25, -0.25])
+def test_dppo_masks_no_target_at_its_bound_or_without_an_advantage(change: float) -> None:
+    now, roll = tensor(0.5 + change).log(), tensor(0.5).log()
+    size = float((now.exp() - roll.exp()).abs())
+
+    def is_masked(advantage: float, delta: float) -> bool:
+        deltas = {"dppo_delta_low": delta, "dppo_delta_high": delta}
+        return bool(dppo(now, roll, tensor(advantage), dppo_type="binary_tv", **deltas).clipped)
+
+    assert is_masked(change, size / 2)
+    assert not is_masked(change, size)
+    assert not is_masked(0.0, size / 2)
+
+
 def test_regular_of_every_branch() -> None:
     ratio = tensor(1.0, 1.5, 1.5, 0.5, 0.5, 1.25)
     advantages = tensor(2.0, 2.0, -2.0, 2.0, -2.0, 1.0)
@@ -236,4 +250,7 @@ def test_kl_cov_takes_the_greatest_and_of_equals_the_first() -> None:
     chosen = kl_cov_selection(covariance, fraction=0.5)
     assert chosen.tolist() == [False, True, False, True, False]
     assert kl_cov_selection(tensor(1.0, 1.0), fraction=0.0).tolist() == [True, False]
+    # From 17 elements on, sorts that are not stable change the order of equal ones.
+    equal = kl_cov_selection(torch.ones(64), fraction=0.25)
+    assert equal.tolist() == [True] * 16 + [False] * 48
     assert kl_cov_selection(tensor(), fraction=0.5).tolist() == []

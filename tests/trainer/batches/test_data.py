@@ -25,7 +25,7 @@ from tests.helpers.trainer_helpers import (
 )
 from trainer.batch import groups_with_gradient, index_rows
 from trainer.batches.forest import RowLimit, chain_lengths
-from trainer.batches.plan import make_plan
+from trainer.batches.plan import dataset_returns, make_plan
 from trainer.config.sections import BatchConfig
 from trainer.config.train_config import TrainConfig
 from trainer.run.check_dataset import check_rows, corrects_for_sampler
@@ -59,6 +59,16 @@ def checked(rollouts: pl.LazyFrame, **settings: Any) -> pl.DataFrame:
     made = config(**{"entropy_loss_coef": 0.1} | settings)
     plan = make_plan(pipelines.trajectory_returns(rollouts).collect(), made)
     return check_rows(index_rows(rollouts), plan, made, vocab_size=VOCAB, limit=LIMIT)
+
+
+@pytest.mark.parametrize(("outcome", "expected"), [(None, 1.0), ("last", 1.0), ("sum", 1.5)])
+def test_the_config_chooses_how_returns_are_computed(
+    outcome: str | None, expected: float, tmp_path: Path
+) -> None:
+    last = step("g0", 0, 1, [1, 2, 3], [4], reward=1.0, is_last_step=True)
+    steps = [step("g0", 0, 0, [1], [2], reward=0.5), last]
+    found = dataset_returns(scan(tmp_path, steps), config(outcome=outcome))
+    assert found["return"].to_list() == [expected]
 
 
 def test_batches_follow_first_appearance_and_the_rest_is_a_smaller_batch() -> None:

@@ -7,7 +7,14 @@ from hypothesis import strategies as st
 from schemas.errors import RolloutError
 from schemas.ragged import Ragged
 from tests.helpers.trainer_helpers import Row, forests_of, make_batch, row_lists
-from trainer.batches.forest import RowLimit, attention_mask, chain_forest, chain_lengths, pack
+from trainer.batches.forest import (
+    ChainLayout,
+    RowLimit,
+    attention_mask,
+    chain_forest,
+    chain_lengths,
+    pack,
+)
 
 
 def test_documented_chain() -> None:
@@ -44,6 +51,13 @@ def test_attention_follows_ancestors_only() -> None:
         [1, 0, 0, 1, 0],
         [0, 0, 0, 0, 1],
     ]
+
+
+def test_chains_are_laid_out_by_their_cumulative_lengths() -> None:
+    layout = ChainLayout.of(torch.tensor([2, 2, 5, 5, 5]))
+    assert layout.ends is not None
+    assert (layout.lengths, layout.ends.tolist(), layout.longest) == ([2, 3], [0, 2, 5], 3)
+    assert ChainLayout.of(torch.tensor([3, 2, 3])) == ChainLayout()
 
 
 def test_rows_without_targets_cost_nothing() -> None:
