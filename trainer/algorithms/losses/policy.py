@@ -115,7 +115,7 @@ def gspo(
         eps_clip_high: Distance of the upper bound from 1.
     """
     log_ratio = (logprobs - old_logprobs).detach()
-    counts = row_sums(torch.ones_like(log_ratio), row)
+    counts = row_sums(torch.ones_like(log_ratio), row).clamp(min=1)  # rows without targets
     mean = row_sums(log_ratio, row) / counts
     log_s = logprobs - logprobs.detach() + mean[row]
     ratio = log_s.clamp(max=MAX_LOG_SEQUENCE_RATIO).exp()
