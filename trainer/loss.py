@@ -20,6 +20,7 @@ from schemas.ragged import IntArray
 from trainer.algorithms.configured import Targets, Units, reduction_weights, select
 from trainer.algorithms.losses.correction import correct
 from trainer.algorithms.losses.kl import kl_estimates
+from trainer.algorithms.own_functions import call
 from trainer.batch import Batch
 from trainer.batches.forest import Forest
 from trainer.batches.support import teacher_sets
@@ -52,7 +53,7 @@ def objective(
     assert entropy is not None
     policy_loss = bind(POLICY_LOSS, loss)
     inputs = {name: getattr(targets, name) for name in policy_loss.inputs}
-    losses, clipped, metrics = policy_loss.call(**inputs)
+    losses, clipped, metrics = call(policy_loss, **inputs)
     columns = {"clip_ratio": clipped, "policy_entropy": entropy, **metrics}
     if corrects:
         correction = correct(targets.old_logprobs, targets.rollout_logprobs, targets.row, loss)

@@ -15,6 +15,7 @@ from tests.helpers.trainer_helpers import one_group
 from trainer.algorithms.configured import Targets
 from trainer.algorithms.losses.covariance import clip_cov_selection, covariances, kl_cov_selection
 from trainer.algorithms.losses.policy import TokenLoss, regular
+from trainer.algorithms.own_functions import call
 from trainer.config.functions import Function
 
 REFERENCE = json.loads((ROOT / "tests" / "data" / "reference_losses.json").read_text())
@@ -124,10 +125,10 @@ def some_trajectories(**values: Any) -> list[dict[str, Any]]:
 
 def policy_loss(targets: Targets, function: Function) -> TokenLoss:
     """The loss of each target, as the objective computes it."""
-    return function.call(**{name: getattr(targets, name) for name in function.inputs})
+    return call(function, **{name: getattr(targets, name) for name in function.inputs})
 
 
 def advantages_of_returns(returns: Any, group_index: Any, estimator: Function) -> Any:
     """The advantage of each trajectory, as the plan computes it."""
     arrays = {"returns": returns, "group_index": group_index}
-    return estimator.call(**{name: arrays[name] for name in estimator.inputs})
+    return call(estimator, **{name: arrays[name] for name in estimator.inputs})

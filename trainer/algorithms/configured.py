@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from schemas.ragged import IntArray
@@ -15,10 +14,9 @@ from trainer.algorithms.losses.covariance import (
     kl_cov_selection,
 )
 from trainer.algorithms.losses.policy import regular
+from trainer.algorithms.own_functions import FloatArray, call
 from trainer.config.functions import Function
 from trainer.config.loss_config import LossConfig
-
-FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +88,8 @@ def reduction_weights(units: Units, reduction: Function) -> FloatArray:
     Raises:
         InputError: A user's reduction fails, or its result is invalid.
     """
-    return np.asarray(reduction.call(**{name: getattr(units, name) for name in reduction.inputs}))
+    inputs = {name: getattr(units, name) for name in reduction.inputs}
+    return np.asarray(call(reduction, **inputs))
 
 
 def advantages_of_rewards(
@@ -121,7 +120,7 @@ def advantages_of_rewards(
         "group_index": _numbered(group_index),
         "values": values,
     }
-    result = estimator.call(**{name: arrays[name] for name in estimator.inputs})
+    result = call(estimator, **{name: arrays[name] for name in estimator.inputs})
     return (
         (result.advantages, result.value_targets)
         if "values" in estimator.inputs

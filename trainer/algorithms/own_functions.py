@@ -1,4 +1,4 @@
-"""Call the user's own losses, reductions and advantage estimators, and check their results."""
+"""Call losses, reductions and advantage estimators, and check the results of the user's own."""
 
 from __future__ import annotations
 
@@ -7,26 +7,31 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from schemas.errors import InputError
 from trainer.algorithms.advantages.token import CriticAdvantages
-from trainer.algorithms.configured import FloatArray
 from trainer.algorithms.losses.policy import TokenLoss
 from trainer.config.functions import LOSS_REDUCTION, POLICY_LOSS, Function
 
+FloatArray = npt.NDArray[np.float64]
 
-def call_own(function: Function, **arguments: Any) -> Any:
-    """Call a user's function with copies of its inputs, in case it modifies them.
 
-    It is not called without targets, trajectories or tokens.
+def call(function: Function, **inputs: Any) -> Any:
+    """Call a function with its inputs, and its keys from the configuration.
+
+    A user's function gets copies of its inputs, in case it modifies them, and is not called without
+    targets, trajectories or tokens.
 
     Raises:
         InputError: `{rule_id}_raised`: the function raised an exception (the message has the
             location); `{rule_id}`: its result is invalid.
     """
-    inputs = {name: arguments[name] for name in function.inputs}
+    arguments = {**function.values, **inputs}
+    if not function.is_own:
+        return function.function(**arguments)
     sizes = (inputs[name] for name in function.kind.needs_one_of if name in inputs)
     size = next(value if isinstance(value, int) else len(value) for value in sizes)
     for name, array in inputs.items():

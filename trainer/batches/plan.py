@@ -16,6 +16,7 @@ from rollout_io.dataset.returns import metric_of
 from rollout_io.dataset.versions import is_version
 from schemas.error_ids import fix_of
 from schemas.errors import InputError, InvariantError, first_of
+from trainer.algorithms.own_functions import call
 from trainer.config.functions import ADVANTAGE_ESTIMATOR, Function, bind
 from trainer.config.sections import BatchConfig
 from trainer.config.train_config import Sections, TrainConfig
@@ -211,7 +212,7 @@ def trajectory_advantages(trajectories: pl.DataFrame, estimator: Function | None
         columns = trajectories.filter(trains).select(cs.starts_with(SEPARATE))
         separate = np.array([column.to_numpy() for column in columns]).T
         arrays = {"returns": returns, "separate_rewards": separate, "group_index": group_index}
-        advantages[trains] = estimator.call(**{name: arrays[name] for name in estimator.inputs})
+        advantages[trains] = call(estimator, **{name: arrays[name] for name in estimator.inputs})
     return pl.Series("advantage", advantages)
 
 

@@ -154,15 +154,6 @@ class Function:
             return ""
 
     @property
-    def call(self) -> Callable[..., Any]:
-        """The function with its keys, to be called with its inputs; see `call_own` for a user's."""
-        if not self.is_own:
-            return functools.partial(self.function, **self.values)
-        from trainer.algorithms.own_functions import call_own
-
-        return functools.partial(call_own, self, **self.values)
-
-    @property
     def settings(self) -> dict[str, Any]:
         """Values of the keys for JSON, from the configuration or by default."""
         values = {name: p.default for name, p in self.keys.items()} | dict(self.values)
