@@ -13,6 +13,7 @@ import polars as pl
 from rollout_io.dataset.prefix_layout import common_prefix
 from rollout_io.terminal import printable
 from schemas.columns import PICTURES
+from schemas.errors import count
 from schemas.messages import sent_messages
 from schemas.pictures import identities
 from schemas.types import as_table
@@ -127,7 +128,7 @@ def view_trajectory(rows: Sequence[dict[str, Any]], decode: Decode | None = None
 
 
 def _step(row: dict[str, Any], shared: int, decode: Decode | None) -> StepView:
-    new = row["prompt_token_ids"][shared:]
+    num_prompt = len(row["prompt_token_ids"])
     return StepView(
         step_index=row["step_index"],
         num_steps=_num_steps(row),
@@ -135,23 +136,39 @@ def _step(row: dict[str, Any], shared: int, decode: Decode | None) -> StepView:
         stop_reason=row.get("stop_reason"),
         reward=row.get("reward"),
         num_shared_tokens=shared,
-        num_new_tokens=len(new),
-        prompt=_last_message(row) if decode is None else decode(new),
+        num_new_tokens=num_prompt - shared,
+        prompt=_last_message(row) if decode is None else _text(row, shared, num_prompt, decode),
         spans=_spans(row, decode),
     )
 
 
 def _spans(row: dict[str, Any], decode: Decode | None) -> tuple[Span, ...]:
     ids, kinds, texts = row["response_ids"], _kinds(row), _texts(row)
+    num_prompt = len(row["prompt_token_ids"])
     starts = {start for start, _ in texts}
     cuts = [i for i in range(1, len(kinds)) if kinds[i] != kinds[i - 1] or i in starts]
     bounds = [0, *cuts, len(kinds)] if kinds else []
     spans = []
     for a, b in itertools.pairwise(bounds):
-        text = decode(ids[a:b]) if decode is not None else texts.get((a, b - a))
+        if decode is None:
+            text = texts.get((a, b - a))
+        else:
+            text = _text(row, num_prompt + a, num_prompt + b, decode)
         shown = _ids_text(ids[a:b]) if text is None else text
         spans.append(Span(kind=kinds[a], num_tokens=b - a, text=shown))
     return tuple(spans)
+
+
+def _text(row: dict[str, Any], start: int, end: int, decode: Decode) -> str:
+    """Decode tokens of prompt + response; a picture is named in place of its placeholders."""
+    ids, texts = [*row["prompt_token_ids"], *row["response_ids"]], list[str]()
+    for picture in row.get(PICTURES) or ():
+        begin, length = picture["start"], picture["length"]
+        if begin is not None and start <= begin < end:
+            texts.append(decode(ids[start:begin]))
+            texts.append(f"[picture {picture['sha256'][:15]}: {count(length, 'token')}]")
+            start = begin + length
+    return "".join([*texts, decode(ids[start:end])])
 
 
 def _texts(row: dict[str, Any]) -> dict[tuple[int, int], str | None]:

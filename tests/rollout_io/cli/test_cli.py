@@ -518,6 +518,19 @@ def test_a_failed_trajectory_shows_its_error() -> None:
     assert "a_0  1 step  error: no sandbox" in render(view_trajectory([empty]), color=False)
 
 
+def test_a_picture_is_named_in_place_of_its_tokens_in_prompts_and_between_answers() -> None:
+    name = f"sha256:{'0' * 64}"
+    entries = [{"sha256": name, "start": at, "length": 3} for at in (1, 7)]
+    row = {"trajectory_id": "a_0", "step_index": 0, "prompt_token_ids": [1, 9, 9, 9, 2]}
+    row |= {"response_ids": [3, 4, 9, 9, 9, 5], "loss_mask": [True, *[False] * 4, True]}
+    segments = [{"start": start, "length": 1, "step_index": start} for start in (0, 5)]
+    row |= {"segments": segments, "pictures": entries}
+    (step,) = view_trajectory([row], lambda ids: "".join(map(str, ids))).steps
+    picture = "[picture sha256:00000000: 3 tokens]"
+    assert step.prompt == f"1{picture}2"
+    assert [span.text for span in step.spans] == ["3", f"4{picture}", "5"]
+
+
 def test_colour_replaces_brackets_on_a_terminal() -> None:
     text = render(view_trajectory([row(response_text="hello")]), color=True)
     assert "\x1b[32mhello\x1b[0m" in text
