@@ -28,7 +28,8 @@ from benchmarks.training import step_of
 from schemas.columns import arrow_schema
 from schemas.metadata import DatasetMetadata
 from trainer.batch import Batch, to_batch
-from trainer.batches.forest import Forest, chain_forests
+from trainer.batches.forest import Forest
+from trainer.batches.packing import chain_forests
 from trainer.config.train_config import load_config
 from trainer.forensics.blame.blame import attribute
 from trainer.forensics.blame.gradients import inner_products, norm, row_gradients

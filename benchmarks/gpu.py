@@ -76,7 +76,7 @@ from pipelines.generation.engines.vllm import VllmEngine
 from schemas.ragged import IntArray
 from trainer import rl
 from trainer.batch import Batch
-from trainer.batches.packing import cut_batch
+from trainer.batches.micro_batches import cut_batch
 from trainer.config.sections import BatchConfig, ModelConfig, RunConfig
 from trainer.engine.weight_transfer import open_nccl_sender
 from trainer.models.attention import CHAIN_ATTENTION

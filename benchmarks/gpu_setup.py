@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from benchmarks import training, trees
 from trainer.batch import Batch
 from trainer.batches.forest import MiniBatch
-from trainer.batches.packing import cut_batch
+from trainer.batches.micro_batches import cut_batch
 from trainer.models.layers import compile_layers
 from trainer.models.policy import Policy, load_policy
 from trainer.run.run import Run

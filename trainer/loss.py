@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from schemas.ragged import IntArray
-from trainer.algorithms.configured import Targets, Units, reduction_weights, select
+from trainer.algorithms.function_inputs import Targets, Units, reduction_weights, select
 from trainer.algorithms.losses.correction import correct
 from trainer.algorithms.losses.kl import kl_estimates
 from trainer.algorithms.own_functions import call

@@ -31,7 +31,7 @@ import torch
 from schemas.errors import RolloutError
 from trainer.batch import Batch, groups_with_gradient, read_rows, to_batch, without_sets
 from trainer.batches.forest import Forest, chain_lengths
-from trainer.batches.packing import cut_batch
+from trainer.batches.micro_batches import cut_batch
 from trainer.batches.plan import split
 from trainer.batches.prefetch import one_ahead
 from trainer.batches.row_shares import gather_places, share_rows, with_repeated_share
@@ -50,7 +50,6 @@ from trainer.loss import (
 )
 from trainer.models.critic import clipped_value_loss
 from trainer.models.optimizer import clip_and_step, rate_factor, set_learning_rate
-from trainer.run.advice import MISMATCH, sampler_mismatch
 from trainer.run.batch_advantages import charge_kl, estimate, next_coef
 from trainer.run.metrics import (
     batch_metrics,
@@ -70,6 +69,7 @@ from trainer.run.pass_progress import (
 from trainer.run.run import Run
 from trainer.run.state import START, Position, Progress
 from trainer.run.token_records import recorder_of, token_records
+from trainer.run.warnings import MISMATCH, sampler_mismatch
 
 RECORDED_ONLY = ("losses", "correction_weights")
 """Columns of the objective that are not metrics."""

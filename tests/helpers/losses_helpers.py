@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.conftest import ROOT
 from tests.helpers.trainer_helpers import one_group
-from trainer.algorithms.configured import Targets
+from trainer.algorithms.function_inputs import Targets
 from trainer.algorithms.losses.covariance import clip_cov_selection, covariances, kl_cov_selection
 from trainer.algorithms.losses.policy import TokenLoss, regular
 from trainer.algorithms.own_functions import call

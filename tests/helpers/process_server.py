@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 
 import trainer.cli.train
 import trainer.distributed.launch
+import trainer.distributed.sharding
 import trainer.engine.embedded
 import trainer.rl.loop
 import trainer.run.load_models
@@ -77,8 +78,8 @@ def fsdp2(**settings: Any) -> Accelerator:
 
 
 def prepared(*models: Any) -> tuple[Any, Any]:
-    """What `trainer.distributed.launch.wrap` makes of them, sharded layer by layer."""
-    model, optimizer = trainer.distributed.launch.wrap(*models)
+    """What `trainer.distributed.sharding.wrap` makes of them, sharded layer by layer."""
+    model, optimizer = trainer.distributed.sharding.wrap(*models)
     check_sharded(model)
     assert all(isinstance(layer, FSDPModule) for layer in model.model.get_decoder().layers)
     return model, optimizer

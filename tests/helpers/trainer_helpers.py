@@ -19,7 +19,8 @@ import rollout_io
 from schemas.metadata import DatasetMetadata
 from tests.helpers.configs import train_config
 from trainer.batch import Batch, read_rows, to_batch
-from trainer.batches.forest import MiniBatch, chain_forests
+from trainer.batches.forest import MiniBatch
+from trainer.batches.packing import chain_forests
 from trainer.batches.plan import Plan
 from trainer.config.sections import BatchConfig
 from trainer.models.critic import Critic

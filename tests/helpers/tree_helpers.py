@@ -16,7 +16,7 @@ from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import VOCAB, Row, make_batch, run_of, update_with
 from trainer.batch import Batch
 from trainer.batches.forest import Forest, MiniBatch
-from trainer.batches.packing import cut_batch
+from trainer.batches.micro_batches import cut_batch
 from trainer.batches.plan import make_plan
 from trainer.batches.tree import Trie, make_trie
 from trainer.config.train_config import TrainConfig

@@ -1,53 +1,64 @@
-"""Cut a batch into micro-batches, in the configured layout.
-
-Rows are put together in `trainer.batches.forest` (`pack`), trees in `trainer.batches.tree`. Each process
-packs the rows whose tokens it has.
-"""
+"""Put rows together into micro-batches of a limited number of tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from trainer.batch import Batch
-from trainer.batches.forest import Forest, MiniBatch, chain_forests, chain_lengths, with_sets
-from trainer.batches.pictures import with_pictures
-from trainer.batches.tree import make_trie, tree_forests
-from trainer.config.sections import BatchConfig
+from schemas.ragged import BoolArray, IntArray, Ragged
+from trainer.batches.forest import Forest, chain_forest, chain_lengths
+from trainer.batches.recorded_routes import Routes
 
 
-def cut_batch(batch: Batch, config: BatchConfig) -> list[MiniBatch]:
-    """Split a batch into mini-batches, and each into micro-batches of `tokens_per_micro_batch`.
+def pack(lengths: IntArray, budget: int) -> list[IntArray]:
+    """Pack rows into few bins of at most `budget` tokens, by first-fit decreasing.
 
-    With the layout `tree`, every row must be a single step.
+    Args:
+        lengths: [R] tokens per row; empty rows are left out; a row above the budget gets a
+            separate bin.
+        budget: Maximum number of tokens per bin.
+
+    Returns:
+        Rows of each bin, ascending; bins are ordered by their first row.
+
+    Example:
+        >>> [rows.tolist() for rows in pack(np.array([3, 5, 0, 2]), 5)]
+        [[0, 3], [1]]
     """
-    tokens = batch.prompts, batch.responses
-    routes, budget = batch.routes, config.tokens_per_micro_batch
-    lengths = chain_lengths(*tokens, batch.trains)
-    scope = batch.scope(config)
-    mini_batches = []
-    for number in range(int(batch.mini_batch.max(initial=-1)) + 1):
-        rows = np.flatnonzero(batch.mini_batch == number)
-        if config.sequence_layout == "tree":
-            trie = make_trie(*tokens, lengths, scope, rows, routes)
-            forests = tree_forests(trie, *tokens, batch.trains, budget, routes)
-            forests = completed(forests, batch)
-            num_distinct, num_tokens = trie.num_tokens, sum(forest.num_tokens for forest in forests)
-            repeated_share = num_tokens / max(num_distinct, 1) - bool(forests)
-            mini_batches.append(
-                MiniBatch(
-                    forests=forests,
-                    num_distinct_tokens=num_distinct,
-                    metrics={"repeated_share": repeated_share},
-                )
-            )
-        else:
-            forests = chain_forests(*tokens, batch.trains, rows, budget, routes)
-            mini_batches.append(MiniBatch(forests=completed(forests, batch)))
-    return mini_batches
+    above = np.flatnonzero(lengths > budget)
+    lengths = np.where(lengths > budget, 0, lengths)
+    num_leaves = 1 << max(len(lengths) - 1, 0).bit_length()
+    free = [budget] * (2 * num_leaves)  # segment tree of the largest room below each node
+    bins: dict[int, list[int]] = {}
+    for row in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[row])
+        if not length:
+            break
+        node = 1
+        while node < num_leaves:  # down to the leftmost bin with enough room
+            node *= 2
+            node += free[node] < length
+        bins.setdefault(node, []).append(row)
+        free[node] -= length
+        while node := node // 2:
+            free[node] = max(free[2 * node], free[2 * node + 1])
+    packed = [*bins.values(), *([row] for row in above.tolist())]
+    return sorted((np.array(sorted(rows)) for rows in packed), key=lambda rows: int(rows[0]))
 
 
-def completed(forests: Sequence[Forest], batch: Batch) -> list[Forest]:
-    """Add the sets of ids of a batch, and its pictures, to micro-batches of its rows."""
-    return with_pictures(with_sets(forests, batch.support), batch.pictures)
+def chain_forests(
+    prompts: Ragged,
+    responses: Ragged,
+    is_target: BoolArray,
+    rows: IntArray,
+    budget: int,
+    routes: Routes | None = None,
+) -> list[Forest]:
+    """Build micro-batches of at most `budget` tokens that together contain each target once.
+
+    A row above the budget forms a separate micro-batch.
+    """
+    lengths = chain_lengths(prompts, responses, is_target)[rows]
+    return [
+        chain_forest(prompts, responses, is_target, rows[picked], routes)
+        for picked in pack(lengths, budget)
+    ]

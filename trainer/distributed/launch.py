@@ -6,8 +6,6 @@ import dataclasses
 import gc
 import os
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,9 +15,7 @@ from accelerate.state import AcceleratorState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
     DistributedDataParallelKwargs,
-    fsdp2_prepare_model,
 )
-from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import rollout_io
@@ -34,8 +30,7 @@ from trainer.distributed.meeting import (
     source_digest,
     together,
 )
-from trainer.distributed.sharding import is_sharded
-from trainer.models.pictures import without_encoder
+from trainer.distributed.sharding import is_on
 
 
 def make_accelerator(config: TrainConfig) -> Accelerator:
@@ -120,49 +115,6 @@ def _forget_other_precision(precision: str) -> None:
     AcceleratorState._reset_state()
 
 
-def wrap(
-    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[Any, torch.optim.Optimizer]:
-    """Place a policy or critic, and replicate or shard its parameters over the processes.
-
-    Raises:
-        ConfigError: The launch requests sharded parameters but they are not sharded.
-    """
-    with _whole_encoder(accelerator, model):
-        model, optimizer = accelerator.prepare(model, optimizer)
-    if _is_on("ACCELERATE_USE_FSDP") and not is_sharded(model):
-        finding = f"FSDP does not shard parameters on {accelerator.device.type}"
-        hint = "launch without --use_fsdp: FSDP needs GPUs"
-        raise ConfigError("launch", "accelerate launch", finding, hint=hint)
-    return model, optimizer
-
-
-def wrap_frozen(accelerator: Accelerator, model: nn.Module) -> Any:
-    """Place a model that is only evaluated; shard it if the trained models are sharded."""
-    model.requires_grad_(requires_grad=False)
-    if accelerator.is_fsdp2:
-        with _whole_encoder(accelerator, model):
-            return fsdp2_prepare_model(accelerator, model)
-    return accelerator.prepare_model(model, evaluation_mode=True)
-
-
-@contextmanager
-def _whole_encoder(accelerator: Accelerator, model: Any) -> Iterator[None]:
-    """Keep the encoder of pictures out of FSDP in this context: each process has all of it.
-
-    Only some processes have pictures to encode at a time, so a sharded encoder would wait forever
-    for the others.
-    """
-    if not accelerator.is_fsdp2:
-        yield
-        return
-    with without_encoder(model.model) as parts:
-        yield
-    for part in parts:
-        part.to(accelerator.device)
-        part.forward = accelerator.autocast()(part.forward)
-
-
 def _check_launch(optimizer: str) -> None:
     refuse_strangers()
     where, expected = "accelerate launch", "data parallelism or FSDP2"
@@ -173,10 +125,10 @@ def _check_launch(optimizer: str) -> None:
         raise ConfigError(
             "launch", where, finding, "1, because other values would divide the gradient", hint
         )
-    if _is_on("ACCELERATE_USE_DEEPSPEED"):
+    if is_on("ACCELERATE_USE_DEEPSPEED"):
         hint = "use FSDP2: it shards parameters, gradients and optimizer state like ZeRO-3"
         raise ConfigError("launch", where, "DeepSpeed", expected, hint)
-    if not _is_on("ACCELERATE_USE_FSDP"):
+    if not is_on("ACCELERATE_USE_FSDP"):
         return
     if os.environ.get("FSDP_VERSION", "1") != "2":
         hint = "pass --fsdp_version 2, or set fsdp_version: 2 under fsdp_config"
@@ -187,7 +139,3 @@ def _check_launch(optimizer: str) -> None:
         raise ConfigError("launch", "optimizer.algorithm", finding, expected, hint)
     # Every process loads the model, which is checked before anything is sharded.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
-
-
-def _is_on(variable: str) -> bool:
-    return os.environ.get(variable, "").lower() in ("1", "true")

@@ -1,12 +1,20 @@
-"""Sharded parameters, and their conversion to full tensors."""
+"""Place models on the processes, replicated or sharded, and convert shards to full tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
+import torch
+from accelerate import Accelerator
+from accelerate.utils import fsdp2_prepare_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from schemas.errors import ConfigError
+from trainer.models.pictures import without_encoder
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -64,3 +72,51 @@ def without_reduction(model: nn.Module) -> AbstractContextManager[object]:
     no_sync = getattr(model, "no_sync", nullcontext)
     context: AbstractContextManager[object] = no_sync()
     return context
+
+
+def wrap(
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[Any, torch.optim.Optimizer]:
+    """Place a policy or critic, and replicate or shard its parameters over the processes.
+
+    Raises:
+        ConfigError: The launch requests sharded parameters but they are not sharded.
+    """
+    with _whole_encoder(accelerator, model):
+        model, optimizer = accelerator.prepare(model, optimizer)
+    if is_on("ACCELERATE_USE_FSDP") and not is_sharded(model):
+        finding = f"FSDP does not shard parameters on {accelerator.device.type}"
+        hint = "launch without --use_fsdp: FSDP needs GPUs"
+        raise ConfigError("launch", "accelerate launch", finding, hint=hint)
+    return model, optimizer
+
+
+def wrap_frozen(accelerator: Accelerator, model: nn.Module) -> Any:
+    """Place a model that is only evaluated; shard it if the trained models are sharded."""
+    model.requires_grad_(requires_grad=False)
+    if accelerator.is_fsdp2:
+        with _whole_encoder(accelerator, model):
+            return fsdp2_prepare_model(accelerator, model)
+    return accelerator.prepare_model(model, evaluation_mode=True)
+
+
+@contextmanager
+def _whole_encoder(accelerator: Accelerator, model: Any) -> Iterator[None]:
+    """Keep the encoder of pictures out of FSDP in this context: each process has all of it.
+
+    Only some processes have pictures to encode at a time, so a sharded encoder would wait forever
+    for the others.
+    """
+    if not accelerator.is_fsdp2:
+        yield
+        return
+    with without_encoder(model.model) as parts:
+        yield
+    for part in parts:
+        part.to(accelerator.device)
+        part.forward = accelerator.autocast()(part.forward)
+
+
+def is_on(variable: str) -> bool:
+    """True if an environment variable of Accelerate is set to true."""
+    return os.environ.get(variable, "").lower() in ("1", "true")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from schemas.ragged import IntArray
 from trainer.algorithms.advantages.token import FloatArray, batch_normalize
-from trainer.algorithms.configured import advantages_of_rewards
+from trainer.algorithms.function_inputs import advantages_of_rewards
 from trainer.algorithms.losses.kl import adapted_kl_coef, kl_estimates, rewards_less_kl
 from trainer.batch import Batch
 from trainer.batches.plan import Plan, trajectory_advantages, trajectory_estimator

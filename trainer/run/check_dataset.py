@@ -18,11 +18,11 @@ from trainer.batches.picture_reader import PictureReader
 from trainer.batches.plan import Plan
 from trainer.config.train_config import TrainConfig
 from trainer.models.policy import Policy
-from trainer.run.advice import warnings_before
 from trainer.run.messages import Remark
 from trainer.run.open_pictures import open_pictures
 from trainer.run.routing_facts import check_replay
 from trainer.run.run import Run
+from trainer.run.warnings import warnings_before
 
 
 def check_rows(

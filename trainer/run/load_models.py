@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from schemas.errors import count
 from trainer.config.sections import ModelConfig
 from trainer.config.train_config import TrainConfig
-from trainer.distributed.launch import wrap, wrap_frozen
+from trainer.distributed.sharding import wrap, wrap_frozen
 from trainer.models.critic import Critic, load_critic
 from trainer.models.layers import compile_layers, num_layers
 from trainer.models.lora import WithoutAdapter, add_adapter

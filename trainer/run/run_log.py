@@ -18,11 +18,11 @@ from rollout_io.configuration import flat
 from rollout_io.terminal import Bar
 from trainer.config.sections import SAMPLE_TRACKERS
 from trainer.config.train_config import TrainConfig
-from trainer.run.advice import warnings_about
 from trainer.run.messages import say, warn
 from trainer.run.pass_progress import Passes, ticking
 from trainer.run.samples import Sample, log_samples
 from trainer.run.token_records import write_token_records
+from trainer.run.warnings import warnings_about
 
 ZERO_LOSS = 1e-6
 """Absolute value below which a loss is treated as 0."""

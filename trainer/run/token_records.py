@@ -25,7 +25,7 @@ from schemas.token_records import (
     token_record_schema,
     token_record_steps,
 )
-from trainer.algorithms.configured import Targets
+from trainer.algorithms.function_inputs import Targets
 from trainer.algorithms.losses.ratios import probability_ratio
 from trainer.batch import Batch
 from trainer.batches.forest import Forest

@@ -17,7 +17,7 @@ from tests.helpers.losses_helpers import (
     targets,
     tensor,
 )
-from trainer.algorithms.configured import Targets
+from trainer.algorithms.function_inputs import Targets
 from trainer.algorithms.losses.covariance import clip_cov_selection, covariances, kl_cov_selection
 from trainer.algorithms.losses.policy import dppo, dual_clip, gspo, regular
 from trainer.algorithms.losses.ratios import row_sums

@@ -18,7 +18,7 @@ from schemas.errors import RolloutError
 from tests.helpers.configs import SECTIONS, train_config
 from tests.helpers.losses_helpers import SETTINGS, advantages_of_returns, policy_loss, targets
 from trainer.algorithms.advantages.token import CriticAdvantages
-from trainer.algorithms.configured import (
+from trainer.algorithms.function_inputs import (
     Targets,
     Units,
     advantages_of_rewards,

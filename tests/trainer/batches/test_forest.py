@@ -13,8 +13,8 @@ from trainer.batches.forest import (
     attention_mask,
     chain_forest,
     chain_lengths,
-    pack,
 )
+from trainer.batches.packing import pack
 
 
 def test_documented_chain() -> None:

@@ -15,7 +15,7 @@ from tests.helpers.configs import train_config
 from tests.helpers.examples import examples
 from trainer.batch import to_batch
 from trainer.batches.forest import Forest
-from trainer.batches.packing import cut_batch
+from trainer.batches.micro_batches import cut_batch
 from trainer.batches.pictures import FACTS, picture_facts
 
 SHOWS = 9

@@ -19,7 +19,7 @@ from tests.helpers.trainer_helpers import gradients, relative_difference, tiny_p
 from tests.helpers.vision_models import CONFIGS, SHOWS, Album, Part, plain_model, save_model
 from trainer.batch import Batch, to_batch
 from trainer.batches.forest import Forest, Pictures
-from trainer.batches.packing import cut_batch
+from trainer.batches.micro_batches import cut_batch
 from trainer.models import pictures
 from trainer.models.layers import compile_layers, layer_classes
 from trainer.models.lora import add_adapter

@@ -33,7 +33,7 @@ from tests.helpers.trainer_helpers import (
 )
 from tests.trainer.algorithms.test_advantages_critic import run_of_critic
 from trainer.batch import Batch
-from trainer.batches.packing import cut_batch
+from trainer.batches.micro_batches import cut_batch
 from trainer.batches.recorded_routes import Routes
 from trainer.loss import critic_values, policy_logprobs
 from trainer.models.critic import Critic

@@ -22,7 +22,7 @@ from tests.helpers.examples import examples
 from tests.helpers.rl_helpers import config_of, save_model
 from tests.helpers.trainer_helpers import group_rows, save_tiny_model, step, write_dataset
 from trainer import rl
-from trainer.batches.forest import pack
+from trainer.batches.packing import pack
 from trainer.batches.tree import Trie, cut
 from trainer.config.train_config import TrainConfig
 from trainer.models.policy import row_limit

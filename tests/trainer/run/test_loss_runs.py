@@ -15,7 +15,7 @@ from tests.helpers.configs import train_config
 from tests.helpers.losses_helpers import EVERYTHING, ON_SAMPLER, named, some_trajectories
 from tests.helpers.trainer_helpers import save_tiny_model, write_dataset
 from trainer.batches.plan import Plan
-from trainer.run.advice import warnings_before
+from trainer.run.warnings import warnings_before
 
 
 @pytest.fixture(scope="module")

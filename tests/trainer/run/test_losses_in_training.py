@@ -35,7 +35,7 @@ from tests.helpers.trainer_helpers import (
     update_with,
     write_dataset,
 )
-from trainer.algorithms.configured import Targets
+from trainer.algorithms.function_inputs import Targets
 from trainer.algorithms.losses.correction import correct
 from trainer.algorithms.losses.covariance import covariances, kl_cov_selection
 from trainer.algorithms.losses.kl import kl_estimates
@@ -45,7 +45,7 @@ from trainer.config.functions import POLICY_LOSS, bind
 from trainer.config.sections import BatchConfig
 from trainer.loss import policy_logprobs
 from trainer.models.policy import Policy
-from trainer.run.advice import warnings_about_rows
+from trainer.run.warnings import warnings_about_rows
 
 
 class Case:

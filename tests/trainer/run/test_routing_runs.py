@@ -54,7 +54,7 @@ from tests.helpers.tree_helpers import (
 )
 from trainer import rl
 from trainer.batch import Batch
-from trainer.batches.packing import cut_batch
+from trainer.batches.micro_batches import cut_batch
 from trainer.batches.plan import make_plan
 from trainer.config.sections import BatchConfig
 from trainer.engine.embedded import TransformersEngine

@@ -25,9 +25,9 @@ from tests.helpers.trainer_helpers import (
     step,
     write_dataset,
 )
-from trainer.run.advice import warnings_about
 from trainer.run.metrics import generated_per
 from trainer.run.run_log import RunLog, progress_line
+from trainer.run.warnings import warnings_about
 
 NOTE = "note: importance correction (tis_ratio_type) is off, because the dataset has no rollout_logprobs\n"
 HINT = "Hint: pass --set data.drop_zero_variance_groups=true"

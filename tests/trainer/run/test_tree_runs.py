@@ -26,7 +26,7 @@ from tests.helpers.tree_helpers import mini_batch_of, updated
 from trainer.batches.plan import Plan, make_plan
 from trainer.config.sections import BatchConfig
 from trainer.models.policy import load_policy
-from trainer.run.advice import warnings_before
+from trainer.run.warnings import warnings_before
 
 CUT = {"num_forwarded_tokens", "num_micro_batches", "seconds", "tokens_per_s", "repeated_share"}
 RUNS: dict[str, dict[str, Any]] = {

@@ -20,8 +20,8 @@ from tests.helpers.trainer_helpers import (
     run_of,
     tiny_policy,
 )
-from trainer.run.advice import LARGE_DIFFERENCE_NATS, sampler_mismatch
 from trainer.run.metrics import agreement
+from trainer.run.warnings import LARGE_DIFFERENCE_NATS, sampler_mismatch
 
 ROWS: list[Row] = [
     ([i, i + 1], [(7 * i + 3 * j) % VOCAB for j in range(12)], [True] * 12) for i in range(4)

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from schemas.ragged import BoolArray, IntArray
-from trainer.batches.forest import chain_forests, chain_lengths
+from trainer.batches.forest import chain_lengths
+from trainer.batches.packing import chain_forests
 from trainer.batches.tree import Trie, make_trie, tree_forests
 from trainer.forensics.audit.candidates import Candidate, architecture, load_candidate
 from trainer.forensics.audit.rows import AuditRows, Truncation

@@ -22,12 +22,12 @@ from rollout_io.dataset.conditions import (
 from schemas.errors import ConfigError, InputError, count
 from schemas.ragged import BoolArray
 from trainer.batch import Batch, groups_with_gradient
-from trainer.batches.packing import cut_batch
+from trainer.batches.micro_batches import cut_batch
 from trainer.batches.stored_rows import Origins
 from trainer.config.loss_config import LossConfig
 from trainer.config.sections import AdvantageConfig, OptimizerConfig
 from trainer.config.train_config import TrainConfig
-from trainer.distributed.launch import wrap_frozen
+from trainer.distributed.sharding import wrap_frozen
 from trainer.forensics.replay.recorded import PLACES
 from trainer.models.lora import WithoutAdapter
 from trainer.run.load_models import load_reference
