@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import cache
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -241,3 +241,16 @@ class Album:
         logits = model(input_ids=ids, use_cache=False, **inputs).logits[0]
         by_token = logits[:-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
         return by_token[-num_response:]
+
+
+class Seen(NamedTuple):
+    """A tiny model of a family, with its pictures."""
+
+    path: str
+    album: Album
+    plain: Any
+
+    @classmethod
+    def saved(cls, kind: str, folder: Path) -> Self:
+        path = save_model(kind, folder / "model")
+        return cls(path, Album(kind, path, folder / "ds"), plain_model(path))

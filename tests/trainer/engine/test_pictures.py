@@ -22,10 +22,9 @@ from tests.helpers.vision_models import (
     SHOWS,
     Album,
     Part,
+    Seen,
     encoded,
     picture_file,
-    plain_model,
-    save_model,
 )
 from trainer.engine.embedded import TransformersEngine
 from trainer.engine.pictures import next_positions, preparing, shown_inputs
@@ -40,21 +39,9 @@ PROMPTS: list[list[Part]] = [
 """Ragged prompts with one, no and three pictures, and one that ends with a picture."""
 
 
-class Seen(NamedTuple):
-    path: str
-    album: Album
-    plain: Any
-
-
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    @cache
-    def make(kind: str) -> Seen:
-        folder = tmp_path_factory.mktemp(kind)
-        path = save_model(kind, folder / "model")
-        return Seen(path, Album(kind, path, folder / "ds"), plain_model(path))
-
-    return make
+    return cache(lambda kind: Seen.saved(kind, tmp_path_factory.mktemp(kind)))
 
 
 def engine_of(path: str, **settings: Any) -> TransformersEngine:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -16,7 +16,7 @@ from transformers import AutoModelForImageTextToText
 from schemas.errors import RolloutError
 from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import gradients, relative_difference, tiny_policy
-from tests.helpers.vision_models import CONFIGS, SHOWS, Album, Part, plain_model, save_model
+from tests.helpers.vision_models import CONFIGS, SHOWS, Album, Part, Seen
 from trainer.batch import Batch, to_batch
 from trainer.batches.forest import Forest, Pictures
 from trainer.batches.micro_batches import cut_batch
@@ -47,23 +47,9 @@ MERGED: list[tuple[list[Part], list[Part]]] = [
 """Rows of two steps: an answer, a screen, and an answer."""
 
 
-class Seen(NamedTuple):
-    """A model, with its pictures."""
-
-    path: str
-    album: Album
-    plain: Any
-
-
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    @cache
-    def make(kind: str) -> Seen:
-        folder = tmp_path_factory.mktemp(kind)
-        path = save_model(kind, folder / "model")
-        return Seen(path, Album(kind, path, folder / "ds"), plain_model(path))
-
-    return make
+    return cache(lambda kind: Seen.saved(kind, tmp_path_factory.mktemp(kind)))
 
 
 def batch_of(album: Album, rows: Sequence[tuple[list[Part], list[Part]]]) -> Batch:
