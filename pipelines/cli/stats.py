@@ -103,7 +103,7 @@ def stats(
     from pipelines.cli.diff import suspected
     from pipelines.cli.stats_screen import screen
     from pipelines.statistics.findings import finding_numbers
-    from rollout_io.conversion.logged_notes import noted
+    from rollout_io.conversion.logged_notes import conversion_notes
     from rollout_io.dataset.first_prompts import mixed_text
 
     emit_styled(screen(_overview(dataset, outcome, shape, chosen)))
@@ -111,7 +111,7 @@ def stats(
         emit(line)
     for line in _findings(finding_numbers(dataset)):
         emit(line)
-    for text, number in noted(dataset).items():
+    for text, number in conversion_notes(dataset).items():
         emit(f"noted by the conversion: {text}: {number:,}")
     if mixed := mixed_text(dataset):
         note(mixed)
@@ -199,7 +199,7 @@ def dataset_numbers(
     from pipelines.statistics.savings import dataset_savings
     from pipelines.statistics.summary import dataset_statistics
     from rollout_io.cli.datasets import open_valid
-    from rollout_io.conversion.logged_notes import noted
+    from rollout_io.conversion.logged_notes import conversion_notes
 
     frame = open_valid(dataset, workers)
     numbers = dataset_statistics(dataset, outcome, workers)
@@ -211,7 +211,7 @@ def dataset_numbers(
         "metrics": metrics,
         "tools": tools(frame).to_dicts(),
         "findings": finding_numbers(dataset),
-        "conversion_notes": noted(dataset),
+        "conversion_notes": conversion_notes(dataset),
         "savings": _savings(savings, shape),
     }
 

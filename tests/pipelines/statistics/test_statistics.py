@@ -8,6 +8,7 @@ from io import StringIO
 from pathlib import Path
 
 import polars as pl
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -21,7 +22,9 @@ from pipelines.statistics.distributions import (
 from pipelines.statistics.summary import dataset_summary
 from rollout_io import RolloutWriter, scan
 from rollout_io.cli.main import run
+from rollout_io.conversion.logged_notes import conversion_notes
 from rollout_io.formats.verl import NO_IDS, TOOL_RESULTS
+from schemas.metadata import CONVERSION
 from schemas.strategies import rollout_tables
 from tests.conftest import EXAMPLES
 from tests.helpers.examples import examples
@@ -236,6 +239,16 @@ def test_stats_repeat_what_the_conversion_noted_about_the_logs(smollm2_dir, tmp_
     for flags in ([], ["--all"]):
         assert run(["stats", dataset, *flags]) == 0
         assert f"{TOOL_RESULTS}: 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "record", ["[]", "{}", '{"counts": 1}', '{"counts": {"notes": {"a": []}}}']
+)
+def test_a_record_that_no_conversion_wrote_has_no_notes(record, shop_dataset, tmp_path):
+    (shard,) = shop_dataset.glob("*.parquet")
+    table = pq.read_table(shard)
+    pq.write_table(table.replace_schema_metadata({CONVERSION: record}), tmp_path / shard.name)
+    assert conversion_notes(tmp_path / shard.name) == {}
 
 
 def test_stats_of_a_model_without_a_config_say_what_is_missing(shop_dataset, tmp_path, capsys):
