@@ -46,9 +46,9 @@ class Limits:
 
     A call is retried, on the next server if there are several, after a failed, broken or timed-out
     connection, after status 408, 429 or 5xx, and after a response that the engine aborted. This is
-    safe because sampling has no side effects and only one response is kept. Retry n waits
-    backoff_s * 2^(n-1) seconds, or longer if the server asks for it, but at most max_backoff_s; the
-    wait is then multiplied by a random factor from 0.5 to 1.5.
+    safe because sampling has no side effects and only one response is kept. Once each server was
+    tried, retry n waits backoff_s * 2^(n-1) seconds, or longer if the server asks for it, but at
+    most max_backoff_s; the wait is then multiplied by a random factor from 0.5 to 1.5.
 
     Attributes:
         max_concurrent: Maximum number of concurrent calls.
@@ -185,8 +185,10 @@ class HttpClient:
             if result.response is not None:
                 result.response.close()
             retried()
-            is_other = attempt < len(usable)
-            await asyncio.sleep(0 if is_other else self.limits.wait_s(attempt, result.asked_s))
+            num_waits = attempt - len(usable) + 1  # none before each server was tried
+            await asyncio.sleep(
+                0 if num_waits < 1 else self.limits.wait_s(num_waits, result.asked_s)
+            )
         return root, result
 
 
@@ -230,7 +232,7 @@ class Servers(HttpClient):
         """
         urls = self._order(session)
         headers = {} if session is None else {"X-Session-ID": session}
-        attempts = self.limits.max_attempts
+        attempts = self.limits.max_attempts + len(urls) - 1  # as many waits as for one server
         return await self._repeat(self._within_limits, urls, path, body, headers, attempts)
 
     async def call_each(self, path: str, body: Body = None) -> list[bytes]:

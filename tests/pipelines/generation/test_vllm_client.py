@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from pipelines.generation import Sampling
 from pipelines.generation.config import GenerateConfig
-from pipelines.generation.engines.http_pool import Limits
+from pipelines.generation.engines.http_pool import Failed, Limits, Servers
 from pipelines.generation.engines.request_fields import sampling_fields
 from pipelines.generation.engines.vllm import VllmEngine
 from pipelines.harness.engine_api import usual_fields
@@ -752,3 +752,29 @@ def test_special_tokens_that_end_a_response_anyway_do_not_change_requests(smollm
     special = open_engine(config).special_tokens
     assert "<filename>" in special
     assert "<|im_end|>" not in special
+
+
+@pytest.mark.parametrize("num_servers", [1, 3])
+def test_each_server_is_tried_before_a_wait_and_waits_are_those_of_one_server(
+    num_servers, monkeypatch
+):
+    tried, waits = [], []
+
+    async def once(root):
+        tried.append(root)
+        return Failed("down")
+
+    async def sleep(seconds):
+        waits.append(seconds)
+
+    async def main():
+        urls = [f"http://{number}" for number in range(num_servers)]
+        client = Servers(urls, Limits(max_attempts=3, backoff_s=1.0))
+        monkeypatch.setattr(asyncio, "sleep", sleep)
+        await client.repeat(lambda: urls, 3 + num_servers - 1, once)
+
+    asyncio.run(main())
+    assert [wait > 0 for wait in waits] == [False] * (num_servers - 1) + [True] * 2
+    assert 0.5 <= waits[-2] <= 1.5
+    assert 1 <= waits[-1] <= 3
+    assert len(tried) == num_servers + 2
