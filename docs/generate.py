@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from rollout_io.cli.main import run
-from rollout_io.dataset.remote_files import MAX_ATTEMPTS
 from rollout_io.formats.refused import REFUSED
 from schemas import RULES, TOKEN_RECORD_COLUMNS, documentation_table
 from schemas.columns import PREFIX_FIELDS
@@ -186,12 +185,12 @@ In the `full` layout, encoding `prompt_token_ids` with `BYTE_STREAM_SPLIT` inste
 ## Object stores
 
 Wherever a dataset is expected, a URL that fsspec opens is also accepted (`s3://bucket/ds`, after `pip install s3fs`). Only the
-columns that are used are read, and `train` reads the next batch while it trains on the current one. A failed read is
-retried up to {MAX_ATTEMPTS - 1} times within a minute, because a store may be busy (503), close the connection during a
-response, return fewer bytes than requested, or not respond. The command reads the same rows as from a local directory, or
-ends with an error (`remote_store`). Listings are cached for two seconds. Failed writes (`--out s3://...`) are retried only
-by the store's own client; after an error, run the same command again to resume. `make test-s3` tests this with a real S3
-server behind a proxy that breaks every third response.
+columns that are used are read, and `train` reads the next batch while it trains on the current one. Requests are retried by
+the store's own client (s3fs: busy stores, broken connections and responses; its settings and environment variables apply),
+and those of web servers are not. The command reads the same rows as from a local directory, or ends with an error
+(`remote_store`), also where a response has fewer bytes than requested. Listings are cached for two seconds. After a failed
+write (`--out s3://...`), run the same command again to resume. `make test-s3` tests this with a real S3 server behind a
+proxy that breaks every third response.
 
 ## Named invariants
 

@@ -1,14 +1,9 @@
-"""Remote filesystems that retry reads if a store is busy or a connection breaks.
-
-Reads are retried only here. Amazon's client below retries single requests too, but retries in s3fs
-are disabled, because they would multiply the number of attempts.
-"""
+"""Remote filesystems whose errors are those of this library; retries are those of the store's client."""
 
 from __future__ import annotations
 
 import errno
 import io
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial, wraps
@@ -17,12 +12,6 @@ from typing import Any, TypeVar
 from schemas.errors import InputError, RolloutError, count
 
 R = TypeVar("R")
-
-MAX_ATTEMPTS = 6
-FIRST_PAUSE_S = 0.5
-"""Pause after the first failure; each following pause is twice as long."""
-LONGEST_S = 60.0
-"""No attempt begins more than this many seconds after the first attempt began."""
 
 _QUESTIONS = frozenset({"find", "glob", "head", "info", "isfile", "ls", "size"})
 _CHANGES = frozenset({"makedirs", "mv", "pipe_file", "rm", "rm_file", "rmdir"})
@@ -34,12 +23,11 @@ _GONE = (404, 410)
 
 
 class RemoteFiles:
-    """A remote fsspec filesystem that retries reads, and reports reads that keep failing.
+    """A remote fsspec filesystem that reports what fails.
 
     All attributes are forwarded to the filesystem. Queries, and reads of files opened with `open`,
-    raise an `InputError` (`remote_store`) if all attempts fail; the answer that a file does not
-    exist is not a failure. Changes are not retried here: if they fail, they raise an `OSError`, as
-    on a local disk.
+    raise an `InputError` (`remote_store`) if they fail; the answer that a file does not exist is not a
+    failure. Changes that fail raise an `OSError`, as on a local disk.
 
     Example:
         >>> RemoteFiles(fsspec.filesystem("s3")).ls("bucket/rollouts", detail=False)
@@ -64,7 +52,7 @@ class RemoteFiles:
         return hash(self._files)
 
     def _asked(self, function: Callable[..., R], path: str, *args: Any, **options: Any) -> R:
-        return repeated(partial(function, path, *args, **options), self._url(path))
+        return _reported(partial(function, path, *args, **options), self._url(path))
 
     def _url(self, path: str) -> str:
         return str(self._files.unstrip_protocol(path))
@@ -85,27 +73,25 @@ class RemoteFiles:
         return False
 
     def open(self, path: str, mode: str = "rb", **options: Any) -> Any:
-        """Open a file for reading, with retries, or for writing."""
+        """Open a file for reading or writing."""
         if mode != "rb":
             return _WrittenFile(_as_os_errors(self._files.open)(path, mode, **options))
-        return _PatientFile(partial(self._files.open, path, mode, **options), self._url(path))
+        file = self._asked(self._files.open, path, mode, **options)
+        return _ReadFile(file, self._url(path))
 
 
-class _PatientFile(io.RawIOBase):
-    """A file that is reopened at the same position if a read fails.
+class _ReadFile(io.RawIOBase):
+    """A file open for reading, whose reads return all bytes that were asked for, or fail.
 
     Args:
-        opened: Opens the file.
-        url: URL of the file, for messages.
+        file: The file.
+        url: Its URL, for messages.
     """
 
-    def __init__(self, opened: Callable[[], Any], url: str) -> None:
+    def __init__(self, file: Any, url: str) -> None:
         super().__init__()
-        self._opened, self._url = opened, url
-        self._file = repeated(opened, url)
-        self._size: int | None = getattr(self._file, "size", None)
-        self._version = _version_of(self._file)
-        self._at = 0
+        self._file, self._url = file, url
+        self._size: int | None = getattr(file, "size", None)
 
     def readable(self) -> bool:
         return True
@@ -114,7 +100,7 @@ class _PatientFile(io.RawIOBase):
         return self._size is not None
 
     def tell(self) -> int:
-        return self._at
+        return int(self._file.tell())
 
     def size(self) -> int | None:
         """Size in bytes, for Arrow; None if the server does not report it."""
@@ -123,20 +109,20 @@ class _PatientFile(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         if self._size is None:
             raise io.UnsupportedOperation("seek")
-        starts = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}
-        self._at = max(0, starts[whence] + offset)
-        return self._at
+        return int(self._file.seek(offset, whence))
 
     def read(self, size: int | None = -1) -> bytes:
+        return _reported(partial(self._read, -1 if size is None else size), self._url)
+
+    def _read(self, size: int) -> bytes:
         if self._size is None:
-            # Such a stream cannot be resumed in the middle, but it can be restarted.
-            read = partial(self._file.read, -1 if size is None else size)
-            data = _reported(read, self._url) if self._at else self._repeated(self._streamed, size)
-        else:
-            num_left = max(0, self._size - self._at)
-            num = num_left if size is None or size < 0 else min(size, num_left)
-            data = self._repeated(self._whole, num) if num else b""
-        self._at += len(data)
+            return bytes(self._file.read(size))
+        num_left = max(0, self._size - self.tell())
+        num = num_left if size < 0 else min(size, num_left)
+        data = bytes(self._file.read(num))
+        # fsspec takes a short answer, of a store or of a proxy in front of it, for the end of the file.
+        if len(data) != num:
+            raise EOFError(f"the store returned {len(data):,} of {count(num, 'byte')}")
         return data
 
     def readall(self) -> bytes:
@@ -148,31 +134,9 @@ class _PatientFile(io.RawIOBase):
         return len(data)
 
     def close(self) -> None:
-        if not self.closed:
-            _close(self._file)
+        with suppress(Exception):
+            self._file.close()
         super().close()
-
-    def _repeated(self, read: Callable[[Any], bytes], size: Any) -> bytes:
-        return repeated(partial(read, size), self._url, self._open_again)
-
-    def _streamed(self, size: int | None) -> bytes:
-        data: bytes = self._file.read(-1 if size is None else size)
-        return data
-
-    def _whole(self, num: int) -> bytes:
-        """Read exactly `num` bytes; raise if the store, or a proxy in front of it, returns fewer."""
-        self._file.seek(self._at)
-        data: bytes = self._file.read(num)
-        if len(data) != num:
-            raise EOFError(f"the store returned {len(data):,} of {count(num, 'byte')}")
-        return data
-
-    def _open_again(self) -> None:
-        _close(self._file)
-        self._file = self._opened()
-        if (self._version, self._size) != (_version_of(self._file), self._file.size):
-            finding, hint = "the file changed while it was being read", "run the same command again"
-            raise InputError("remote_store", self._url, finding, "", hint)
 
 
 class _WrittenFile(io.RawIOBase):
@@ -214,59 +178,22 @@ def _as_os_errors(function: Callable[..., R]) -> Callable[..., R]:
     return called
 
 
-def repeated(read: Callable[[], R], url: str, before_next: Callable[[], None] = lambda: None) -> R:
-    """Return the result of `read`; retry it after temporary failures.
-
-    Args:
-        read: Function without side effects.
-        url: URL that it reads, for messages.
-        before_next: Called before each retry; its errors count as errors of that attempt.
+def _reported(read: Callable[[], R], url: str) -> R:
+    """Return the result of `read`; report its errors.
 
     Raises:
         FileNotFoundError: The store does not have the path.
-        InputError: `remote_store`: the store refused the request, or failed `MAX_ATTEMPTS` times or
-            for `LONGEST_S` seconds.
+        InputError: `remote_store`: the store, or its client, failed.
     """
-    began = time.monotonic()
-    for attempt in range(1, MAX_ATTEMPTS + 1):
-        try:
-            if attempt > 1:
-                before_next()
-            return read()
-        except Exception as error:
-            if _is_answer(error):
-                raise
-            pause_s = FIRST_PAUSE_S * 2 ** (attempt - 1)
-            is_late = time.monotonic() - began + pause_s > LONGEST_S
-            if not may_pass(error) or is_late or attempt == MAX_ATTEMPTS:
-                raise _unreadable(url, error, attempt) from error
-        time.sleep(pause_s)
-    raise AssertionError  # the last attempt returns or raises
-
-
-def _reported(read: Callable[[], R], url: str) -> R:
-    """Return the result of `read`, which cannot be retried; report its errors."""
     try:
         return read()
     except Exception as error:
         if _is_answer(error):
             raise
-        raise _unreadable(url, error, 1) from error
-
-
-def _unreadable(url: str, error: Exception, num_attempts: int) -> InputError:
-    finding = " ".join((getattr(error, "strerror", None) or str(error) or repr(error)).split())
-    tried = f" ({num_attempts} attempts)" if num_attempts > 1 else ""
-    hint = "check the URL, your credentials and the network, and run the same command again"
-    message = f"cannot read {url}: {finding}{tried}"
-    return InputError("remote_store", url, finding, "", hint, message=message)
-
-
-def may_pass(error: BaseException) -> bool:
-    """True if the same request may succeed later: a busy store, a broken connection, a timeout."""
-    if isinstance(error, PermissionError) or "Credential" in type(error).__name__:
-        return False
-    return isinstance(error, (OSError, EOFError)) or _is_of_client(error)
+        finding = " ".join((getattr(error, "strerror", None) or str(error) or repr(error)).split())
+        hint = "check the URL, your credentials and the network, and run the same command again"
+        message = f"cannot read {url}: {finding}"
+        raise InputError("remote_store", url, finding, "", hint, message=message) from error
 
 
 def _is_of_client(error: BaseException) -> bool:
@@ -280,13 +207,3 @@ def _is_answer(error: BaseException) -> bool:
         is_http = type(error.__cause__).__module__.startswith("aiohttp")
         return not is_http or status in _GONE
     return isinstance(error, _ANSWERS)
-
-
-def _version_of(file: Any) -> Any:
-    details = getattr(file, "details", None)
-    return details.get("ETag") if isinstance(details, dict) else None
-
-
-def _close(file: Any) -> None:
-    with suppress(Exception):
-        file.close()

@@ -26,6 +26,8 @@ SHARD_SUFFIX = ".parquet"
 _EXTRAS = {"https": "http", "gs": "gcs"}  # extras of fsspec by protocol
 _S3 = ("s3://", "s3a://")
 _LISTED_S = 2  # opening a dataset lists its directory several times
+# s3fs tries five times, and Amazon's client as often each time: a wrong address took minutes to be told.
+_S3_RETRIES = {"retries": {"total_max_attempts": 3, "mode": "standard"}}
 _ROOT_MARK = "/./"  # as in rsync: separates the dataset's directory from the path inside it
 _PARTITION = re.compile(r"[^._=][^=]*=.*")
 PARTITION_HINT = "name the directories COLUMN=VALUE, with the same columns everywhere"
@@ -122,8 +124,9 @@ def _resolved(url: str) -> tuple[LocalFiles | RemoteFiles, str]:
     if url.startswith(_S3):
         # By default, s3fs caches listings forever, and would miss files of other processes. Because
         # of the option, s3fs also creates an instance that the user's program does not share.
-        fs, inner = fsspec.core.url_to_fs(url, listings_expiry_time=_LISTED_S)
-        fs.retries = 1  # `remote_files` retries
+        fs, inner = fsspec.core.url_to_fs(
+            url, listings_expiry_time=_LISTED_S, config_kwargs=_S3_RETRIES
+        )
     else:
         fs, inner = fsspec.core.url_to_fs(url)
     return LocalFiles() if isinstance(fs, LocalFileSystem) else RemoteFiles(fs), inner
