@@ -54,7 +54,6 @@ from rollout_io.conversion.summary import Summary, finished, record_of
 from rollout_io.dataset.opening import Version
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.reader import read_metadata, refuse_mixed_types
-from rollout_io.dataset.storage import occupied
 from rollout_io.formats.base import Input, Rejected
 from rollout_io.formats.parsing.sampling import MODELS
 from rollout_io.retokenize.local import tokenizer_directory
@@ -162,13 +161,12 @@ def convert(
         plans, outcomes = sources.plan(lambda number: report(number, 0))
         identity = identified.result()
         refuse_changed(sources.versions)  # or the digests may be of other files than the runs
-        staging.begin(identity)
         recorded = stack.enter_context(
             recorded_calls(choices.join, partial(convert, on_error="skip"))
         )
         settings = sources.settings(plans, recorded)
         planned = _counts_of(opened.logs, plans)
-        whole, every = chunks_of(plans, outcomes, chunk_bytes, settings[0].metadata, staging)
+        whole, every = chunks_of(plans, outcomes, chunk_bytes, identity, staging)
         for chunk in every:
             chunk.record = record_of(identity, None if chunk.index else planned)
         reports = _resumed(staging.resume(whole), spool, recorded)
@@ -327,13 +325,11 @@ def _in_background(work: Callable[[], T]) -> Future[T]:
 
 def _done_before(staging: Staging, opened: Opened, identity: dict[str, Any]) -> Conversion | None:
     """Return the result of an identical earlier conversion, if there is one."""
-    shards, summary = staging.out.datasets(), finished(staging.where, identity)
-    if summary is not None:
+    if (summary := finished(staging.where, identity)) is not None:
         staging.clear()
         about = _facts(read_metadata(staging.where))
         return Conversion(summary=summary, about=about, left=opened.left, was_done=True)
-    if shards and not staging.may_be_publishing(identity):
-        raise occupied(staging.where, len(shards))
+    staging.refuse_occupied()
     return None
 
 

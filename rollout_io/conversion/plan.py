@@ -16,7 +16,6 @@ from rollout_io.dataset.footer import Part
 from rollout_io.formats.base import About, Found, Input, Rejected, Run
 from rollout_io.formats.detect import empty_file
 from schemas.errors import ConfigError, InputError, InvariantError
-from schemas.metadata import DatasetMetadata
 
 # Size of the log records of one chunk. An interruption loses at most one chunk per worker.
 _MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES = 32 << 20, 128 << 20
@@ -180,7 +179,7 @@ def chunks_of(
     plans: Sequence[Plan],
     outcomes: Mapping[Key, Outcome],
     chunk_bytes: int,
-    metadata: DatasetMetadata,
+    identity: Mapping[str, Any],
     staging: Staging,
 ) -> tuple[Part, list[Chunk]]:
     """Cut the runs into chunks; also return the part of the dataset that all have in common."""
@@ -189,7 +188,7 @@ def chunks_of(
     ]
     every = (run for _, runs in parts for run in runs)
     facts = [[run.instance_id, run.repetition_id, run.num_bytes] for run in every]
-    whole = Part.of([metadata.made_by, facts], num_parts=len(parts))
+    whole = Part.of([identity, facts], num_parts=len(parts))
     return whole, [
         Chunk(
             part=replace(whole, index=i),

@@ -1,21 +1,16 @@
 """The hidden directory in which a dataset is built, so that a conversion can be resumed.
 
-    DS/.converting/plan.json            identity of the conversion: files, choices, version
-    DS/.converting/inputs/              decompressed files, and copies of pipes
-    DS/.converting/blobs/               pictures of the logs, each once
-    DS/.converting/chunk-00000/         shards of a finished chunk, and report.json
-    DS/.converting/chunk-00001.4f.tmp/  unfinished chunk, with its writer's id
-    DS.rejected.jsonl                   rejected records, beside the dataset
-    DS.blobs/                           pictures that the rows refer to, beside the dataset
+    DS/.converting/inputs/               decompressed files, and copies of pipes
+    DS/.converting/blobs/                pictures of the logs, each once
+    DS/.converting/chunk-00000.4f.../    shards of a chunk; report.json once it is finished
+    DS.rejected.jsonl                    rejected records, beside the dataset
+    DS.blobs/                            pictures that the rows refer to, beside the dataset
 
-A local chunk directory is renamed once it is complete. In an object store, the files of a chunk are
-moved one by one, and the report is written last. A directory with the final name and a report is
-therefore complete. Publishing moves the pictures and then the shards, in order; an interrupted
-publication can be resumed too.
-
-No file here says what to move where. Each shard's footer says which shard of which conversion it is
-(`rollout_io.dataset.footer`), and a shard that is not the expected one of this conversion is neither
-moved nor replaced. Symbolic links are never followed.
+No file here says what to move where, or what the chunks are chunks of. Each shard's footer says which
+shard of which conversion of which inputs it is (`rollout_io.dataset.footer`): a chunk of another one is
+removed, and a shard of another one is neither moved nor replaced. Publishing moves the pictures and then
+the shards, in order; an interrupted publication goes on, because the shards that are already in the
+dataset name their places too. Symbolic links are never followed.
 """
 
 from __future__ import annotations
@@ -24,10 +19,10 @@ import json
 import os
 import posixpath
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollout_io.dataset.atomic_files import writable
 from rollout_io.dataset.blobs import Blobs, names_in_files, stores_of
@@ -39,14 +34,16 @@ from schemas.errors import InputError, RolloutError
 
 REJECTED = ".rejected.jsonl"
 _LINE = re.compile(rb'\{"source":"(?:[^"\\]|\\.)*","rule":"')  # start of `rejections.lines`
-_MOST_SHARDS = 1 << 20  # more than any chunk has: a report is only a file, and may say anything
 # After these errors the input is fine, and another attempt can reuse the finished chunks.
 _KEEPS_CHUNKS = frozenset({"output_file", "remote_store", "worker"})
-_PLAN, _REPORT, _BLOBS = "plan.json", "report.json", "blobs"
-_CHUNK = re.compile(r"chunk-(\d{5,})(\.[0-9a-f]{8}\.tmp)?")
-_OURS = frozenset(
-    {_PLAN, f"{_PLAN}.tmp", "inputs", _BLOBS, REJECTED[1:]}
-)  # names in the staging directory
+_INPUTS, _REPORT, _BLOBS = "inputs", "report.json", "blobs"
+_CHUNK = re.compile(r"chunk-(\d{5,})\.[0-9a-f]{8}")
+_OURS = frozenset({_INPUTS, _BLOBS, REJECTED[1:]})  # names in the staging directory
+
+
+class _Shard(NamedTuple):
+    location: Location
+    is_last: bool
 
 
 class Staging:
@@ -57,7 +54,10 @@ class Staging:
         self.where = os.fspath(out)
         self.folder = self.out.join(STAGING)
         fs = self.out.fs
+        # Chunks of an interrupted run may still be written, by a worker on another machine.
         self._mark = os.urandom(4).hex()
+        self._chunk_of = dict[int, Location]()
+        self._shards_of = dict[int, list[Location]]()
         self._may_remove = not fs.exists(self.out.path) or fs.exists(self.folder.path)
 
     @contextmanager
@@ -84,7 +84,8 @@ class Staging:
                     guarded = True
                     yield
                 except RolloutError as error:
-                    if error.rule not in _KEEPS_CHUNKS and not self._is_publishing():
+                    is_publishing = self.holds_chunks() and self.out.datasets()
+                    if error.rule not in _KEEPS_CHUNKS and not is_publishing:
                         self.clear()
                     raise
                 except BaseException:
@@ -103,99 +104,70 @@ class Staging:
             if not self.holds_chunks():
                 self.clear()
 
-    def begin(self, identity: dict[str, Any]) -> None:
-        """Start or resume the conversion with this identity; remove chunks of other conversions."""
-        is_same = _read_json(self.folder.join(_PLAN)) == identity
-        for chunk, _, is_unfinished in self._chunks():
-            if is_unfinished or not is_same:
-                _remove(chunk)
-        if not is_same:
-            _remove(self.blobs.folder)
-            _write_json(self.folder.join(_PLAN), identity)
+    def refuse_occupied(self) -> None:
+        """Check that there is no dataset, or one whose publication may have been interrupted; see `resume`.
+
+        Raises:
+            InputError: `out_is_free`: the directory contains a dataset.
+        """
+        if (shards := self.out.datasets()) and not self.holds_chunks():
+            raise occupied(self.where, len(shards))
 
     def resume(self, whole: Part) -> dict[int, dict[str, Any]]:
-        """Return the reports of the finished chunks by index, and remove all other chunks."""
-        entries = self._entries()
-        complete = entries.keys() == set(range(whole.num_parts))
-        sound, published = dict[int, dict[str, Any]](), set[str]()
-        first, folder = 0, self.out.path.rstrip("/")
-        for index, (num_shards, report) in sorted(entries.items()):
-            shards = self._places_of(index, num_shards, first if complete else None)
-            if _are_of(shards, whole, index, num_shards):
-                sound[index] = report
-                published |= {s.path for s in shards if posixpath.dirname(s.path) == folder}
-            first += num_shards
-        there = self.out.datasets()
-        if set(there) != published:
+        """Return the reports of the finished chunks by index, and remove all other chunks.
+
+        Raises:
+            InputError: `out_is_free`: the directory contains a shard that this conversion has not
+                published.
+        """
+        reports, others = dict[int, dict[str, Any]](), list[Location]()
+        there, published = self.out.datasets(), _shards_in(self.out, whole)
+        self._shards_of = {}
+        for chunk, index in self._chunks():
+            staged, report = _shards_in(chunk, whole), _read_json(chunk.join(_REPORT))
+            # A shard is in both directories if its publication was killed; the dataset's is the one.
+            shards = None if staged is None else _of_part(staged | (published or {}), index)
+            if report is None or shards is None or index in reports:
+                others.append(chunk)
+                continue
+            reports[index], self._chunk_of[index] = report, chunk
+            self._shards_of[index] = shards
+        in_place = {shard.path for shard, final in self._moves() if shard.path == final.path}
+        if set(there) != in_place or (there and len(reports) != whole.num_parts):
             raise occupied(self.where, len(there))
-        for chunk, index, is_unfinished in self._chunks():
-            if not is_unfinished and index not in sound:
-                _remove(chunk)
-        return sound
+        for chunk in others:
+            _remove(chunk)
+        return reports
 
-    def _entries(self) -> dict[int, tuple[int, dict[str, Any]]]:
-        """Return the number of shards and the report of each chunk that has a valid report."""
-        entries = {}
-        for chunk, index, _ in self._chunks():
-            is_sound = chunk.path == self._finished(index).path and not _is_link(chunk)
-            if is_sound and (read := _read_json(chunk.join(_REPORT))):
-                number, report = read.get("num_shards"), read.get("report")
-                if isinstance(number, int) and number > 0 and isinstance(report, dict):
-                    entries[index] = number, report
-        return entries
+    def _moves(self) -> Iterator[tuple[Location, Location]]:
+        """Yield each shard of the finished chunks, and its place in the dataset."""
+        shards = (shard for _, shards in sorted(self._shards_of.items()) for shard in shards)
+        for number, shard in enumerate(shards):
+            yield shard, self.out.join(shard_name(number))
 
-    def _chunks(self) -> Iterator[tuple[Location, int, bool]]:
-        """Yield the directory and the index of each chunk, and whether it is unfinished."""
+    def _chunks(self) -> Iterator[tuple[Location, int]]:
+        """Yield the directory and the index of each chunk, finished or not."""
         for path in _names(self.folder):
-            if match := _CHUNK.fullmatch(posixpath.basename(path)):
-                yield Location(self.folder.fs, path), int(match[1]), match[2] is not None
-
-    def _places_of(self, index: int, num_shards: int, first: int | None) -> list[Location]:
-        """Return where the shards of a chunk are: still in the chunk, or already in the dataset."""
-        chunk, places = self._finished(index), list[Location]()
-        staged = {shard.path: shard for shard in self.shards(index)}
-        for number in range(min(num_shards, _MOST_SHARDS)):
-            shard = staged.pop(chunk.join(shard_name(number)).path, None)
-            final = None if first is None else self.out.join(shard_name(first + number))
-            if shard is None or (final is not None and _is_same(shard, final)):
-                shard = final
-            if shard is not None and shard.fs.exists(shard.path) and not _is_link(shard):
-                places.append(shard)
-        return [] if staged else places
+            if match := _CHUNK.fullmatch(posixpath.basename(path.rstrip("/"))):
+                yield Location(self.folder.fs, path), int(match[1])
 
     def chunk_path(self, index: int) -> str:
         """Return a new path to write a chunk to."""
-        return str(self.out.fs.unstrip_protocol(self._unfinished(index).path))
-
-    def _unfinished(self, index: int) -> Location:
-        return self.folder.join(f"chunk-{index:05d}.{self._mark}.tmp")
+        chunk = self.folder.join(f"chunk-{index:05d}.{self._mark}")
+        self._chunk_of[index] = chunk
+        return str(self.out.fs.unstrip_protocol(chunk.path))
 
     def finish_chunk(self, index: int, report: dict[str, Any]) -> None:
         """Mark a chunk as finished."""
-        written = self._unfinished(index)
-        if not written.shards():
+        if not self.shards(index):
             finding = "the output of a worker process is not visible to this process"
             hint = "write to storage that all nodes share, or use --workers 1"
             raise InputError("shared_storage", self.where, finding, "", hint)
-        finished = self._finished(index)
-        entry = {"num_shards": len(written.shards()), "report": report}
-        if self.out.is_local:
-            _write_json(written.join(_REPORT), entry)
-            self.folder.fs.mv(written.path, finished.path, recursive=True)
-            return
-        # Object stores cannot rename a folder, so the report, which completes the chunk, comes last.
-        with writable(self.where):
-            _remove(finished)
-            for shard in written.shards():
-                move(Location(written.fs, shard), finished.join(posixpath.basename(shard)))
-        _write_json(finished.join(_REPORT), entry)
-
-    def _finished(self, index: int) -> Location:
-        return self.folder.join(f"chunk-{index:05d}")
+        _write(self._chunk_of[index].join(_REPORT), [json.dumps(report).encode()])
 
     def shards(self, index: int) -> list[Location]:
-        """Return the shards of a chunk, in order."""
-        return [Location(self.out.fs, path) for path in self._finished(index).shards()]
+        """Return the shards of a chunk that are not yet published, in order."""
+        return [Location(self.out.fs, path) for path in self._chunk_of[index].shards()]
 
     @property
     def blobs(self) -> Blobs:
@@ -216,26 +188,16 @@ class Staging:
         if self.resume(whole).keys() != set(range(whole.num_parts)):
             finding, hint = "the staging directory was changed", "run the same command again"
             raise InputError("out_is_free", self.folder.path, finding, "", hint)
-        self._publish_blobs(parents)
-        self._held.refuse_lost()
-        first = 0
-        for index, (num_shards, _) in sorted(self._entries().items()):
-            for number in range(num_shards):
-                shard = self._finished(index).join(shard_name(number))
-                final = self.out.join(shard_name(first + number))
-                if _is_same(shard, final):  # killed while publishing it
-                    shard.fs.rm_file(shard.path)
-                elif shard.fs.exists(shard.path):
-                    publish(shard, final)
-            first += num_shards
-        self.clear()
-
-    def _publish_blobs(self, parents: Sequence[str]) -> None:
-        shards = [shard.url for index in self._entries() for shard in self.shards(index)]
+        shards = [shard.url for shards in self._shards_of.values() for shard in shards]
         stores = [self.blobs, *(store for parent in parents for store in stores_of(parent))]
-        target = Blobs.of(self.where)
+        blobs = Blobs.of(self.where)
         for name in sorted(names_in_files(shards)):
-            target.take(name, stores)
+            blobs.take(name, stores)
+        self._held.refuse_lost()
+        for shard, final in self._moves():
+            if shard.path != final.path:
+                publish(shard, final)
+        self.clear()
 
     def clear(self) -> None:
         """Remove the staging directory, and the dataset directory if the conversion created it."""
@@ -252,17 +214,9 @@ class Staging:
         """Location of the file of rejected records."""
         return Location(self.out.fs, self.out.path.rstrip("/") + REJECTED)
 
-    def may_be_publishing(self, identity: dict[str, Any]) -> bool:
-        """True if this conversion seems to have been interrupted while moving shards; see `resume`."""
-        return self._is_publishing() and _read_json(self.folder.join(_PLAN)) == identity
-
-    def _is_publishing(self) -> bool:
-        """True if shards of a finished chunk are no longer in it."""
-        return any(len(self.shards(i)) < number for i, (number, _) in self._entries().items())
-
     def holds_chunks(self) -> bool:
         """True if any chunk is finished."""
-        return bool(self._entries())
+        return any(_read_json(chunk.join(_REPORT)) is not None for chunk, _ in self._chunks())
 
     def refuse_foreign(self) -> None:
         """Check that an existing file of rejected records was written by a conversion."""
@@ -278,12 +232,7 @@ class Staging:
 
     def write_rejected(self, lines: Iterable[bytes]) -> None:
         """Write the rejected records beside the dataset, atomically."""
-        temporary = self.folder.join(REJECTED[1:])
-        with writable(self.where):
-            with self.out.fs.open(temporary.path, "wb") as file:
-                for line in lines:
-                    file.write(line)
-            move(temporary, self.rejected)
+        _write(self.rejected, lines, self.folder.join(REJECTED[1:]))
 
     def remove_rejected(self) -> None:
         """Remove the rejected records of an earlier conversion that produced no dataset."""
@@ -306,7 +255,7 @@ def rejected_path(out: str | os.PathLike[str]) -> str:
 
 def spool_path(staging: Staging) -> Path | None:
     """Return the staging directory's folder for decompressed logs; None for a remote dataset."""
-    return Path(staging.folder.path) / "inputs" if staging.out.is_local else None
+    return Path(staging.folder.path) / _INPUTS if staging.out.is_local else None
 
 
 def _read_json(location: Location) -> dict[str, Any] | None:
@@ -318,13 +267,14 @@ def _read_json(location: Location) -> dict[str, Any] | None:
     return decoded if isinstance(decoded, dict) else None
 
 
-def _write_json(location: Location, value: dict[str, Any]) -> None:
-    """Write a JSON file atomically."""
-    temporary = Location(location.fs, f"{location.path}.tmp")
+def _write(location: Location, lines: Iterable[bytes], temporary: Location | None = None) -> None:
+    """Write a file atomically."""
+    partial = temporary or Location(location.fs, f"{location.path}.tmp")
     with writable(location.path):
-        with location.fs.open(temporary.path, "wb") as file:
-            file.write(json.dumps(value).encode())
-        move(temporary, location)
+        with location.fs.open(partial.path, "wb") as file:
+            for line in lines:
+                file.write(line)
+        move(partial, location)
 
 
 def _names(folder: Location) -> list[str]:
@@ -348,25 +298,23 @@ def _is_link(location: Location) -> bool:
     return location.is_local and Path(location.path).is_symlink()
 
 
-def _is_same(one: Location, other: Location) -> bool:
-    """True if two local paths are the same file."""
-    try:
-        return one.is_local and Path(one.path).samefile(other.path)
-    except OSError:
-        return False
+def _shards_in(folder: Location, whole: Part) -> dict[tuple[int, int], _Shard] | None:
+    """Return the shards in a directory by part and number; None if one is not of this conversion."""
+    shards = dict[tuple[int, int], _Shard]()
+    for path in folder.datasets():
+        shard, place = Location(folder.fs, path), None
+        with suppress(RolloutError, ValueError, TypeError, KeyError):
+            place = None if _is_link(shard) else Place.decode(footers(shard.url)[0])
+        if place is None or (place.writing, place.num_parts) != (whole.writing, whole.num_parts):
+            return None
+        shards[place.part, place.index] = _Shard(shard, place.is_last)
+    return shards
 
 
-def _are_of(shards: list[Location], whole: Part, index: int, num_shards: int) -> bool:
-    """True if the footers say that these are all shards of one part of a dataset, in order."""
-    if len(shards) != num_shards:
-        return False
-    try:
-        places = [Place.decode(footers(shard.url)[0]) for shard in shards]
-    except (RolloutError, ValueError, TypeError, KeyError):
-        return False
-    return all(
-        place is not None
-        and (place.writing, place.num_parts) == (whole.writing, whole.num_parts)
-        and (place.part, place.index, place.is_last) == (index, number, number == num_shards - 1)
-        for number, place in enumerate(places)
-    )
+def _of_part(shards: Mapping[tuple[int, int], _Shard], index: int) -> list[Location] | None:
+    """Return the shards of a part, in order; None if one is missing."""
+    numbers = sorted(number for part, number in shards if part == index)
+    of_part = [shards[index, number] for number in numbers]
+    ends = [shard.is_last for shard in of_part]
+    is_whole = numbers == [*range(len(numbers))] and ends == [False] * (len(ends) - 1) + [True]
+    return [shard.location for shard in of_part] if is_whole else None

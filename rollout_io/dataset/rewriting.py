@@ -27,7 +27,7 @@ from rollout_io.dataset.opening import digest_of
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.reader import pieces, read_layout
 from rollout_io.dataset.sources import Sources
-from rollout_io.dataset.storage import Location, find_shards, occupied, refuse_inside
+from rollout_io.dataset.storage import Location, find_shards, refuse_inside
 from rollout_io.dataset.writer import RolloutWriter
 from schemas.checker import Checker, ValidationError
 from schemas.metadata import DatasetMetadata, Layout
@@ -91,15 +91,11 @@ def rewrite(
     report = progress or (lambda _num_rows: None)
     layout = layout or read_layout(dataset)
     pairs = {key.decode(): value.decode() for key, value in metadata.encode(layout).items()}
-    identity = {"made": pairs, "shards": _states(dataset)}
+    states = _states(dataset)
     with staging.resumable():
-        shards = staging.out.datasets()
-        if shards and not staging.may_be_publishing(identity):
-            raise occupied(staging.where, len(shards))
-        staging.begin(identity)
+        staging.refuse_occupied()
         parts = pieces(dataset)
-        facts = [pairs, [state for _, state in identity["shards"]]]
-        whole = Part.of(facts, num_parts=len(parts))
+        whole = Part.of([pairs, states], num_parts=len(parts))
         done = {i: Counts(**report) for i, report in staging.resume(whole).items()}
         checkers = {i: structure_of(parts[i]) for i in done}
         for counts in done.values():
@@ -173,9 +169,9 @@ def _rewrite_piece(
     return counts, checker
 
 
-def _states(dataset: str) -> list[Any]:
-    """Return a fingerprint of the dataset's shards, to detect changes between runs."""
-    return [[shard.path, _state(shard)] for shard in find_shards(dataset)]
+def _states(dataset: str) -> list[str]:
+    """Return a fingerprint of each of the dataset's shards, to detect changes between runs."""
+    return [_state(shard) for shard in find_shards(dataset)]
 
 
 def _state(shard: Location) -> str:

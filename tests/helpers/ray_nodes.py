@@ -24,7 +24,7 @@ def kill_who_writes(out, killed, num):
     """Kill, `num` times, the workers of Ray's tasks while or after one of them writes a chunk."""
     ends = time.monotonic() + 300
     while time.monotonic() < ends and len(killed) < num:
-        if list(Path(out).glob(".converting/chunk-*.tmp/*")):
+        if list(Path(out).glob(".converting/chunk-*/*")):
             for process in psutil.Process().children(recursive=True):
                 try:
                     title = " ".join(process.cmdline())

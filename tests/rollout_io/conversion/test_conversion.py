@@ -103,7 +103,7 @@ def test_a_conversion_by_processes_stops_at_once_and_goes_on_later(number, tmp_p
         stderr=subprocess.PIPE,
         start_new_session=True,
     )
-    while not (out / ".converting" / "chunk-00002").exists():
+    while not list(out.glob(".converting/chunk-00002.*/report.json")):
         assert process.poll() is None
         time.sleep(0.01)
     start = time.monotonic()
@@ -112,7 +112,8 @@ def test_a_conversion_by_processes_stops_at_once_and_goes_on_later(number, tmp_p
     assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143}[number]
     assert time.monotonic() - start < 10
     assert b"Traceback" not in said
-    assert len(list(out.glob(".converting/chunk-*.tmp"))) < 8
+    chunks = out.glob(".converting/chunk-*")
+    assert sum(not (chunk / "report.json").exists() for chunk in chunks) < 8
     assert not list(out.glob("*.parquet"))
     again = convert([log], out, workers=1, chunk_bytes=200_000)
     assert 0 < again.num_resumed < 140

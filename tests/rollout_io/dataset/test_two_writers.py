@@ -182,39 +182,49 @@ def forge_publishing(staging, foreign):
     (staging / "publishing.json").write_text(json.dumps(forged))
 
 
+def second_chunk(staging):
+    (chunk,) = staging.glob("chunk-00001.*")
+    return chunk
+
+
 def forge_shard(staging, foreign):
     content = (foreign / "part-00000.parquet").read_bytes()
-    (staging / "chunk-00001" / "part-00001.parquet").write_bytes(content)
+    (second_chunk(staging) / "part-00001.parquet").write_bytes(content)
 
 
 def forge_swapped_shard(staging, foreign):
     content = (foreign / "part-00000.parquet").read_bytes()
-    (staging / "chunk-00001" / "part-00000.parquet").write_bytes(content)
+    (second_chunk(staging) / "part-00000.parquet").write_bytes(content)
 
 
 def forge_report(staging, foreign):
+    """Of a chunk that does not exist."""
     del foreign
-    path = staging / "chunk-00001" / "report.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "num_shards": 10**12}))
+    second_chunk(staging).with_name("chunk-00003.01234567").mkdir()
+    content = (second_chunk(staging) / "report.json").read_bytes()
+    (staging / "chunk-00003.01234567" / "report.json").write_bytes(content)
+
+
+def forge_copied_chunk(staging, foreign):
+    del foreign
+    shutil.copytree(second_chunk(staging), staging / "chunk-00002.01234567")
 
 
 def forge_linked_chunk(staging, foreign):
-    (staging / "chunk-00001").rename(staging.parent.parent / "moved")
-    (staging / "chunk-00001").symlink_to(foreign)
-    (foreign / "report.json").write_text(
-        (staging.parent.parent / "moved" / "report.json").read_text()
-    )
+    chunk, moved = second_chunk(staging), staging.parent.parent / "moved"
+    chunk.rename(moved)
+    chunk.symlink_to(foreign)
+    (foreign / "report.json").write_bytes((moved / "report.json").read_bytes())
 
 
 def forge_linked_shard(staging, foreign):
-    shard = staging / "chunk-00001" / "part-00000.parquet"
+    shard = second_chunk(staging) / "part-00000.parquet"
     shard.unlink()
     shard.symlink_to(foreign / "part-00000.parquet")
 
 
 def forge_linked_files(staging, foreign):
-    for name in ("plan.json.tmp", "rejected.jsonl"):
-        (staging / name).symlink_to(foreign / "notes")
+    (staging / "rejected.jsonl").symlink_to(foreign / "notes")
     if not (staging / "inputs").exists():
         (staging / "inputs").symlink_to(foreign)
 
@@ -229,7 +239,7 @@ def suppress_rollout_error(rules):
 
 FORGED = [
     *(forge_publishing, forge_shard, forge_swapped_shard, forge_report),
-    *(forge_linked_chunk, forge_linked_shard, forge_linked_files),
+    *(forge_copied_chunk, forge_linked_chunk, forge_linked_shard, forge_linked_files),
 ]
 
 
