@@ -78,7 +78,7 @@ from trainer import rl
 from trainer.batch import Batch
 from trainer.batches.micro_batches import cut_batch
 from trainer.config.sections import BatchConfig, ModelConfig, RunConfig
-from trainer.engine.weight_transfer import open_nccl_sender
+from trainer.engine.nccl_sender import open_nccl_sender
 from trainer.models.attention import CHAIN_ATTENTION
 from trainer.models.varlen import packed_attention
 

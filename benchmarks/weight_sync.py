@@ -24,7 +24,7 @@ from pipelines.generation.engines.base import Sampling
 from pipelines.generation.engines.server_process import VllmServer
 from pipelines.generation.engines.vllm import VllmEngine
 from trainer.config.sections import ModelConfig
-from trainer.engine.weight_transfer import open_nccl_sender
+from trainer.engine.nccl_sender import open_nccl_sender
 from trainer.models.lora import add_adapter, save_adapter
 from trainer.models.policy import Policy, load_policy
 from trainer.run.checkpoint import write_model

@@ -31,8 +31,8 @@ from trainer.batches.pictures import (
 )
 from trainer.batches.plan import Plan
 from trainer.batches.recorded_routes import Routes
+from trainer.batches.sampling_support import SUPPORT, TEACHER, covers_trained_tokens, sets_of
 from trainer.batches.stored_rows import Origins
-from trainer.batches.support import SUPPORT, TEACHER, covers_trained_tokens, sets_of
 from trainer.config.sections import BatchConfig
 from trainer.distributed.processes import over_processes
 
@@ -380,8 +380,8 @@ def _routes(table: pl.DataFrame) -> Routes | None:
 
 def groups_with_gradient(accelerator: Accelerator, batch: Batch) -> frozenset[str]:
     """Return the instance ids of groups that have a trained token with a nonzero advantage."""
-    moving = np.flatnonzero(batch.trains & (batch.advantages.numpy() != 0))
-    groups = batch.group[batch.responses.row_of(moving)]
+    with_gradient = np.flatnonzero(batch.trains & (batch.advantages.numpy() != 0))
+    groups = batch.group[batch.responses.row_of(with_gradient)]
     moves = np.bincount(groups, minlength=len(batch.group_names)) > 0
     groups = np.flatnonzero(over_processes(accelerator, moves, "max"))
     return frozenset(batch.group_names[group] for group in groups)

@@ -23,7 +23,7 @@ from trainer.algorithms.losses.kl import kl_estimates
 from trainer.algorithms.own_functions import call
 from trainer.batch import Batch
 from trainer.batches.forest import Forest
-from trainer.batches.support import teacher_sets
+from trainer.batches.sampling_support import teacher_sets
 from trainer.batches.transfer import Arriving, columns_to_device, to_device
 from trainer.config.functions import LOSS_REDUCTION, POLICY_LOSS, Function, bind
 from trainer.config.loss_config import LossConfig

@@ -85,7 +85,7 @@ class Step:
         num_left: Steps of the batch that remain, including this one.
         before: Position of the run before the update.
         after: Position of the run after the update.
-        moving: Groups of the mini-batch that have a gradient.
+        trained_groups: Groups of the mini-batch that have a gradient.
         metrics: Metrics; before the update, those that do not depend on it.
         progress: Progress of the run after the update.
         tokens: Token records of the update, in the main process; None: there are none.
@@ -96,7 +96,7 @@ class Step:
     num_left: int = 1
     before: Position = START.position
     after: Position = START.position
-    moving: frozenset[str] = frozenset()
+    trained_groups: frozenset[str] = frozenset()
     metrics: dict[str, Any] = field(default_factory=dict)
     progress: Progress = START
     tokens: pa.Table | None = None
@@ -146,14 +146,16 @@ def steps(run: Run, position: Position, passes: Passes = UNWATCHED) -> Iterator[
     for groups in batches:
         rows, stored = agreed(run.accelerator, lambda: next(reading))
         batch = ready_batch(run, groups, position, rows, stored, passes)
-        moving = groups_with_gradient(run.accelerator, batch)
+        trained_groups = groups_with_gradient(run.accelerator, batch)
         groups_of = split(groups, sizes.groups_per_mini_batch)
         after = Position(batch=position.batch + 1, kl_coef=batch.next_kl_coef)
         order = list(range(len(batch.mini_batches))) * sizes.epochs_per_batch
         is_alone = run.accelerator.num_processes == 1
-        place = None if is_alone else (batch.global_slots, int(batch.num_response.sum()))
+        local_slots = None if is_alone else (batch.global_slots, int(batch.num_response.sum()))
         for done, number in enumerate(order[position.mini_batch :], position.mini_batch):
-            here = replace(position, mini_batch=done, outputs=batch.outputs, place=place)
+            here = replace(
+                position, mini_batch=done, outputs=batch.outputs, local_slots=local_slots
+            )
             is_last = done + 1 == len(order)
             yield Step(
                 batch=batch,
@@ -161,7 +163,7 @@ def steps(run: Run, position: Position, passes: Passes = UNWATCHED) -> Iterator[
                 num_left=len(order) - done,
                 before=here if done else position,
                 after=after if is_last else replace(here, mini_batch=done + 1),
-                moving=moving.intersection(groups_of[number]),
+                trained_groups=trained_groups.intersection(groups_of[number]),
                 metrics=batch.mini_batches[number].metrics | (batch.generated if done == 0 else {}),
             )
         position = after
@@ -221,7 +223,9 @@ def ready_batch(
     forests = [forest for mini_batch in mini_batches for forest in mini_batch.forests]
     needed = _needed(run, len(mini_batches))
     outputs: dict[str, Any] = dict(position.outputs)
-    if outputs and accelerator.num_processes > 1 and position.place is None:  # of a checkpoint
+    if (
+        outputs and accelerator.num_processes > 1 and position.local_slots is None
+    ):  # of a checkpoint
         outputs = {name: values[batch.global_slots] for name, values in outputs.items()}
     if not outputs:  # under the models before the first update
         if VALUES in needed:
@@ -327,9 +331,9 @@ def make_update(run: Run, step: Step, progress: Progress, passes: Passes = UNWAT
     if run.critic:
         metrics |= update_critic(run, batch, forests, partial(passes, CRITIC_TRAINING))
     metrics |= step.metrics | {"learning_rate": run.optimizer.param_groups[0]["lr"]}
-    progress = progress.after(step.after, step.moving, stepped=not skipped)
+    progress = progress.after(step.after, step.trained_groups, stepped=not skipped)
     set_rates(run, progress.global_step)
-    counted = {"global_step": progress.global_step, "num_trained_groups": len(step.moving)}
+    counted = {"global_step": progress.global_step, "num_trained_groups": len(step.trained_groups)}
     return replace(step, metrics=counted | metrics, progress=progress, tokens=tokens)
 
 

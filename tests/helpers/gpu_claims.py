@@ -28,7 +28,7 @@ from tests.helpers.tree_helpers import batch_of, mini_batch_of
 from trainer import rl
 from trainer.batch import Batch
 from trainer.batches.forest import Forest, with_sets
-from trainer.batches.support import teacher_sets
+from trainer.batches.sampling_support import teacher_sets
 from trainer.distributed.sharding import whole
 from trainer.models.layers import compile_layers
 from trainer.models.lora import add_adapter

@@ -22,7 +22,7 @@ from trainer import rl
 from trainer.config.sections import ModelConfig
 from trainer.models.lora import add_adapter, save_adapter
 from trainer.models.policy import load_policy
-from trainer.rl.weight_swap import WeightSwapEngine
+from trainer.rl.weight_sync import WeightSwapEngine
 
 pytestmark = pytest.mark.vllm
 __all__ = ["config_of", "overrides_of"]

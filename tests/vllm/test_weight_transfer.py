@@ -24,7 +24,7 @@ from tests.vllm.test_rl import (
     rows_of,
 )
 from trainer import rl
-from trainer.engine.weight_transfer import open_nccl_sender
+from trainer.engine.nccl_sender import open_nccl_sender
 from trainer.models.policy import load_policy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]

@@ -41,7 +41,7 @@ def call(function: Function, **inputs: Any) -> Any:
         result = function.function(**arguments | inputs) if size else None
     except Exception as error:  # a user function may raise anything
         frames = traceback.extract_tb(error.__traceback__)[1:]
-        path = function.place.rpartition(":")[0]
+        path = function.location.rpartition(":")[0]
         frames = [frame for frame in frames if frame.filename == path] or frames
         place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
         text = " ".join(str(error).split())[:300]

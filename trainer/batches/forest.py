@@ -20,7 +20,7 @@ from torch import Tensor
 from schemas.errors import InputError
 from schemas.ragged import BoolArray, IntArray, Ragged, ranges
 from trainer.batches.recorded_routes import Routes
-from trainer.batches.support import TargetSets, TeacherSets, target_sets
+from trainer.batches.sampling_support import TargetSets, TeacherSets, target_sets
 from trainer.batches.transfer import to_device
 
 

@@ -48,8 +48,8 @@ class Kind:
     built_in: Mapping[str, tuple[str, str]]
 
     @property
-    def place(self) -> str:
-        """The key with its section."""
+    def path(self) -> str:
+        """The key with its section, `section.key`."""
         return f"{self.section}.{self.key}"
 
 
@@ -143,7 +143,7 @@ class Function:
         return self.name not in self.kind.built_in
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """File and line of a user function; "" if it is built in or unknown."""
         if not self.is_own:
             return ""
@@ -160,9 +160,9 @@ class Function:
         return {key: value if is_plain(value) else repr(value) for key, value in values.items()}
 
     def __str__(self) -> str:
-        place = f" ({self.place})" if self.place else ""
+        location = f" ({self.location})" if self.location else ""
         keys = ", ".join(f"{key} = {json.dumps(value)}" for key, value in self.settings.items())
-        return f"{self.name}{place}{': ' if keys else ''}{keys}"
+        return f"{self.name}{location}{': ' if keys else ''}{keys}"
 
     def refused(
         self, finding: str, expected: str = "", hint: str | None = None, *, part: str = ""
@@ -195,7 +195,7 @@ def find(kind: Kind, name: str) -> Function:
     is_own = name not in kind.built_in
     if is_own and ":" not in name:
         expected = f"one of {', '.join(kind.built_in)}, or module:function"
-        raise ConfigError("config_value", kind.place, name, expected, _near(name, kind.built_in))
+        raise ConfigError("config_value", kind.path, name, expected, _near(name, kind.built_in))
     from pipelines.generation.environments import resolve
 
     path = name if is_own else f"{kind.module}.{kind.built_in[name][0]}"
@@ -244,7 +244,7 @@ def _input_for(function: Function) -> str:
     for name in function.keys:
         if near := _near(name, function.kind.inputs, cutoff=0.7):
             return f"`{name}`: {near}"
-    inputs = f"inputs of {function.kind.place}: {', '.join(function.kind.inputs)}"
+    inputs = f"inputs of {function.kind.path}: {', '.join(function.kind.inputs)}"
     return f"name a parameter after one of the {inputs}"
 
 
@@ -295,7 +295,7 @@ def check_functions(section: Any, *kinds: Kind) -> None:
             finding = f"`{key}` is a key of [{table}], not of a function"
             raise ConfigError("config_key", f"{table}.own", finding, hint=hint)
         if not functions:
-            hint = f"set {' or '.join(kind.place for kind in kinds)} to module:function"
+            hint = f"set {' or '.join(kind.path for kind in kinds)} to module:function"
             hint = _near(key, fields, f"{table}.") or hint
             finding = f"`{key}` has no effect, because every configured function is built in"
             raise ConfigError("config_key", f"{table}.own", finding, hint=hint)
@@ -346,7 +346,7 @@ def own_parameters(values: Mapping[str, Any], overrides: Sequence[str]) -> list[
     for kind in KINDS:
         section = values.get(kind.section)
         in_file = section.get(kind.key) if isinstance(section, Mapping) else None
-        name = overridden.get(kind.place, in_file)
+        name = overridden.get(kind.path, in_file)
         if isinstance(name, str) and ":" in name:
             with suppress(RolloutError):
                 parameters += [f"{kind.section}.own.{key}" for key in find(kind, name).keys]

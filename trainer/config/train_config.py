@@ -179,9 +179,7 @@ def uses(config: TrainConfig) -> dict[str, Function]:
     is_used = {
         kind: kind is not ADVANTAGE_ESTIMATOR or not config.loss.is_supervised for kind in KINDS
     }
-    return {
-        kind.place: bind(kind, getattr(config, kind.section)) for kind in KINDS if is_used[kind]
-    }
+    return {kind.path: bind(kind, getattr(config, kind.section)) for kind in KINDS if is_used[kind]}
 
 
 def default_dtype() -> Literal["float32", "bfloat16"]:

@@ -31,7 +31,7 @@ def open_engine(config: GenerateConfig) -> Engine:
 def _served(config: GenerateConfig) -> Engine:
     from pipelines.generation.engines.http_pool import Limits
     from pipelines.generation.engines.vllm import VllmEngine
-    from trainer.engine.weight_transfer import open_nccl_sender
+    from trainer.engine.nccl_sender import open_nccl_sender
 
     limits = Limits(max_concurrent=config.max_concurrency, requests_per_s=config.requests_per_s)
     return VllmEngine(

@@ -28,7 +28,7 @@ from transformers.utils import logging
 
 from schemas.errors import ConfigError, InputError
 from trainer.batches.forest import Forest, RowLimit
-from trainer.batches.support import TeacherSets
+from trainer.batches.sampling_support import TeacherSets
 from trainer.models.attention import (
     forest_mask,
     use_chain_attention,
@@ -113,7 +113,7 @@ class Policy(nn.Module):
         ids = split([int(part.sum()) for part in sizes])
         chunks += [(*c, *s) for c, s in zip(limited, zip(ids, sizes, strict=True), strict=True)]
         logprobs, entropy = self._outputs(self._head, chunks)
-        return logprobs[sets.place], entropy[sets.place]
+        return logprobs[sets.position], entropy[sets.position]
 
     def _with_divergence(self, teacher: TeacherSets, chunks: list[tuple[Tensor, ...]]) -> Any:
         """Compute log-probabilities, entropies, and divergences from a teacher."""

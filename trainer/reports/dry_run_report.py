@@ -24,7 +24,7 @@ def plan_numbers(plan: DryRun) -> dict[str, Any]:
     numbers = dataclasses.asdict(plan)
     memory = {f"{name}_bytes": size for name, size in numbers["memory"].items()}
     functions = {
-        key: {"name": function.name, "place": function.place or None, "keys": function.settings}
+        key: {"name": function.name, "place": function.location or None, "keys": function.settings}
         for key, function in plan.functions.items()
     }
     memory |= {"total_bytes": plan.memory.total}

@@ -61,8 +61,7 @@ from trainer.rl.resume import find_checkpoint, prepare
 from trainer.rl.sampling_progress import SamplingProgress
 from trainer.rl.task_order import endless_tasks
 from trainer.rl.updates import Learning, check_lengths
-from trainer.rl.weight_swap import WeightSwapEngine
-from trainer.rl.weight_sync import WeightSync
+from trainer.rl.weight_sync import WeightSwapEngine, WeightSync
 from trainer.run.checkpoint import checkpoint_facts, checkpoint_path
 from trainer.run.directory import stays_in_place
 from trainer.run.messages import say, say_attention, say_learning_rate, show, warn

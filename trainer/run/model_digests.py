@@ -28,7 +28,7 @@ def model_digests(config: TrainConfig) -> dict[str, Any]:
     functions = {
         key: inspect.getfile(inspect.unwrap(one.function))
         for key, one in uses(config).items()
-        if one.place
+        if one.location
     }
     digests = dict[str, Any]()
     for key, path in (models | functions).items():

@@ -233,7 +233,7 @@ def _progress(
 
 def _compare_tokenizers(config: TrainConfig) -> list[Remark]:
     """Return notes on the models' tokenizers and on the user functions of the run."""
-    functions = [f"note: {key}: {one}" for key, one in uses(config).items() if one.place]
+    functions = [f"note: {key}: {one}" for key, one in uses(config).items() if one.location]
     compared = check_tokenizers(config, rollout_io.read_metadata(config.data.dataset))
     return [*map(Remark, functions), *compared]
 

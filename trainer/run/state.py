@@ -35,7 +35,7 @@ class Position:
         kl_coef: Coefficient of the divergence in the current batch's reward.
         outputs: Model outputs at the start of the current batch, [T] float32 on the CPU, by name:
             see `Batch.outputs`. Empty between batches.
-        place: With several processes, the [T] indices of the outputs of this process among those of
+        local_slots: With several processes, the [T] indices of the outputs of this process among those of
             all, and the number of all; None: the outputs are complete, as in a checkpoint.
     """
 
@@ -43,7 +43,7 @@ class Position:
     mini_batch: int = 0
     kl_coef: float
     outputs: dict[str, Tensor] = field(default_factory=dict)
-    place: tuple[IntArray, int] | None = None
+    local_slots: tuple[IntArray, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,13 +62,13 @@ class Progress:
     num_skipped: int = 0
     trained: frozenset[str] = frozenset()
 
-    def after(self, position: Position, moving: frozenset[str], *, stepped: bool) -> Progress:
-        """Return the progress after a mini-batch in which the groups `moving` have a gradient."""
+    def after(self, position: Position, groups: frozenset[str], *, stepped: bool) -> Progress:
+        """Return the progress after a mini-batch in which these groups have a gradient."""
         return Progress(
             position=position,
             global_step=self.global_step + stepped,
             num_skipped=self.num_skipped + (not stepped),
-            trained=self.trained | moving if stepped else self.trained,
+            trained=self.trained | groups if stepped else self.trained,
         )
 
     @property
@@ -105,15 +105,15 @@ def with_whole_outputs(accelerator: Accelerator, progress: Progress) -> Progress
     Only the main process gets them.
     """
     position = progress.position
-    if position.place is None:
+    if position.local_slots is None:
         return progress
-    slots, number = position.place
+    slots, number = position.local_slots
     sent = save(position.outputs | {"slots": torch.from_numpy(slots)})
     outputs = {name: torch.full((number,), torch.nan) for name in position.outputs}
     for part in map(load, gather_in_main(accelerator, sent)):
         for name, values in outputs.items():
             values[part["slots"]] = part[name]
-    return replace(progress, position=replace(position, outputs=outputs, place=None))
+    return replace(progress, position=replace(position, outputs=outputs, local_slots=None))
 
 
 def save_state(path: Path, optimizers: OptimizerTensors, digest: str, progress: Progress) -> None:

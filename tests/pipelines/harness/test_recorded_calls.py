@@ -27,7 +27,7 @@ from tests.helpers.generation_helpers import ASK, chatty_model
 from tests.helpers.harness_helpers import HERE, Scripted
 from tests.helpers.recorder_helpers import recording, rows
 from trainer.engine.embedded import TransformersEngine
-from trainer.rl.weight_swap import WeightSwapEngine
+from trainer.rl.weight_sync import WeightSwapEngine
 
 TASK = Task(instance_id="a/b", repetition_id=3, prompt=ASK, source="tasks.jsonl:1")
 CHAT = {"model": "gpt-5", "messages": ASK}

@@ -187,7 +187,7 @@ def test_built_in_functions_take_what_their_table_says(kind: Kind) -> None:
 def test_the_page_and_the_keys_name_every_function_and_input() -> None:
     page = (Path(__file__).parents[3] / "docs/algorithms.md").read_text(encoding="utf-8")
     for kind in KINDS:
-        [line] = [row for row in page.splitlines() if row.startswith(f"| `{kind.place}` | ")]
+        [line] = [row for row in page.splitlines() if row.startswith(f"| `{kind.path}` | ")]
         assert [name for name in kind.inputs if f"`{name}`" not in line] == []
         assert [name for name in kind.built_in if f"| `{name}`" not in page] == []
         source = inspect.getsource(LossConfig) + inspect.getsource(AdvantageConfig)

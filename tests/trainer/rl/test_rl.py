@@ -37,7 +37,7 @@ from trainer import update as updates
 from trainer.engine.embedded import TransformersEngine
 from trainer.reports.plot import read_metrics
 from trainer.rl.collector import Collector
-from trainer.rl.weight_swap import WeightSwapEngine
+from trainer.rl.weight_sync import WeightSwapEngine
 from trainer.run.checkpoint import checkpoint_path
 
 LOOP_ONLY = {"iteration", "staleness_mean", "staleness_max", "staleness_histogram"}

@@ -282,7 +282,7 @@ def check_rows_are_separate(
             hint = "rollouts replay --without shows the effect of leaving a row out"
             raise InputError(
                 "blame_rows",
-                f"{POLICY_LOSS.place} {learner.config.loss.policy_loss_type}",
+                f"{POLICY_LOSS.path} {learner.config.loss.policy_loss_type}",
                 finding,
                 hint=hint,
             )

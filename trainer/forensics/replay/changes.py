@@ -138,8 +138,10 @@ class ChangedBatch:
             batch.mini_batches[step.number].metrics for batch in (step.batch, self.batch)
         )
         others = {name: value for name, value in step.metrics.items() if name not in before}
-        moving = groups_with_gradient(run.accelerator, self.batch) & _groups_of(run, step)
-        step = dataclasses.replace(step, batch=self.batch, moving=moving, metrics=after | others)
+        trained_groups = groups_with_gradient(run.accelerator, self.batch) & _groups_of(run, step)
+        step = dataclasses.replace(
+            step, batch=self.batch, trained_groups=trained_groups, metrics=after | others
+        )
         return dataclasses.replace(self.run, progress=run.progress), step
 
 
@@ -215,8 +217,8 @@ def without_rows(run: Run, step: Step, changes: Changes) -> Step:
     counted = _metrics_without(run, step, batch)
     metrics = step.metrics | mini_batches[step.number].metrics | counted
     batch = dataclasses.replace(batch, mini_batches=mini_batches)
-    moving = groups_with_gradient(run.accelerator, batch) & _groups_of(run, step)
-    return dataclasses.replace(step, batch=batch, metrics=metrics, moving=moving)
+    trained_groups = groups_with_gradient(run.accelerator, batch) & _groups_of(run, step)
+    return dataclasses.replace(step, batch=batch, metrics=metrics, trained_groups=trained_groups)
 
 
 def _groups_of(run: Run, step: Step) -> frozenset[str]:

@@ -26,20 +26,20 @@ class TargetSets:
     Attributes:
         free: [M - L] int64 targets without a set: any id could have been drawn.
         limited: [L] int64 targets with a set.
-        place: [M] int64 index of each target in the concatenation of `free` and `limited`.
+        position: [M] int64 index of each target in the concatenation of `free` and `limited`.
         lengths: [L] int64 size of each set, on the CPU.
         ids: int64 ids of all sets, concatenated.
     """
 
     free: Tensor
     limited: Tensor
-    place: Tensor
+    position: Tensor
     lengths: Tensor
     ids: Tensor
 
     def to(self, device: torch.device) -> TargetSets:
         """Copy to a device, except the lengths, for which a GPU would have to wait."""
-        names = ("free", "limited", "place", "ids")
+        names = ("free", "limited", "position", "ids")
         return replace(self, **{name: to_device(getattr(self, name), device) for name in names})
 
 
@@ -66,7 +66,7 @@ def target_sets(support: Ragged | None, slots: Tensor) -> TargetSets | None:
     arrays: dict[str, Any] = {
         "free": free,
         "limited": limited,
-        "place": np.argsort(np.concatenate([free, limited])),
+        "position": np.argsort(np.concatenate([free, limited])),
         "lengths": lengths[limited],
         "ids": gather(support.values, starts[limited], lengths[limited]),
     }

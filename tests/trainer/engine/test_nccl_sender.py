@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from schemas.errors import MissingExtra
-from trainer.engine.weight_transfer import Checkpoint, open_nccl_sender
+from trainer.engine.nccl_sender import Checkpoint, open_nccl_sender
 
 
 def test_a_checkpoint_yields_the_tensors_that_its_index_lists(
