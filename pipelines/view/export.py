@@ -43,6 +43,8 @@ _STYLE = re.compile(r'<link rel="stylesheet"[^>]*>')
 _RECORDED = frozenset({*NUMBERS.values(), *FLAGS})
 _UNQUOTED = "-_.!~*'()"  # characters that encodeURIComponent keeps
 
+_NO_PICTURE = json_response({"url": None}).body
+
 
 def key_of(path: str, **parameters: object) -> str:
     """Return the key of an answer: the request's path, with its parameters sorted by name.
@@ -67,7 +69,8 @@ def export(sources: Sources, bundle: Bundle, out: str, *, where: str | None, lim
         limit: Maximum number of trajectories of each dataset.
 
     Returns:
-        The number of trajectories and the size of the file, as text for the user.
+        The number of trajectories, the size of the file, and the number of pictures that are missing,
+        changed, or too large, as text for the user.
 
     Raises:
         InputError: `output_file`: `out` is a directory; `nothing_left`: no trajectory is selected.
@@ -83,12 +86,14 @@ def export(sources: Sources, bundle: Bundle, out: str, *, where: str | None, lim
         finding = "no trajectory matches" if where else "there are no trajectories to export"
         raise InputError("nothing_left", where or "dataset", finding)
     with destination(out, noun="path"):
-        packing = Packing()
+        packing, num_missing = Packing(), 0
         for key, answer in _responses(sources, chosen, where, limit):
             _add(packing, key, answer)
+            num_missing += answer.body == _NO_PICTURE
         replace_text(Path(out), inlined(bundle, packing.blobs()))
-    num = sum(map(len, chosen.values()))
-    return f"{count(num, 'trajectory')}, {os.path.getsize(out) / 1e6:.1f} MB"  # noqa: PTH202
+    size = f"{os.path.getsize(out) / 1e6:.1f} MB"  # noqa: PTH202
+    missing = [f"without {count(num_missing, 'picture')} that cannot be read"] * bool(num_missing)
+    return ", ".join([count(sum(map(len, chosen.values())), "trajectory"), size, *missing])
 
 
 def _add(packing: Packing, key: str, answer: Response) -> None:

@@ -100,10 +100,11 @@ def test_the_tokens_of_a_row_come_with_the_pictures_at_them(way, tmp_path):
         assert spans == [[9] * one["length"] for one in entries]
 
 
-def test_a_report_has_the_pictures_of_tokens_without_messages(tmp_path):
+def test_a_report_has_the_pictures_of_tokens_without_messages_and_says_how_many_it_lacks(tmp_path):
     entry = write_steps(tmp_path / "ds", "prefix")
     bundle, out = bundle_in(tmp_path / "bundle"), tmp_path / "report.html"
-    export(Asked(tmp_path / "ds").sources, bundle, str(out), where=None, limit=5)
+    summary = export(Asked(tmp_path / "ds").sources, bundle, str(out), where=None, limit=5)
+    assert "without 1 picture that cannot be read" in summary
     urls = [
         json.loads(answers_in(out)[key_of("/api/datasets/d0/picture", blob=one["sha256"])])["url"]
         for one in (entry, MISSING)
