@@ -107,6 +107,7 @@ def part_by_routes_table(table: pa.Table) -> pa.Table:
         return table
     table = decode_prefixes(table) if is_encoded(table) else table
     steps = unmerge_table(table.append_column(_ROW, to_arrow(np.arange(table.num_rows))))
+    # Each step continues the one before it in the merged row it came from, wherever it stands now.
     row = to_numpy(steps.column(_ROW))
     steps, tree = steps.drop_columns([_ROW]), prefix_tree(steps)
     order = np.argsort(row, kind="stable")
@@ -129,6 +130,7 @@ def _joined(table: pa.Table, tree: PrefixTree, continued: IntArray) -> pa.Table:
     prompt, response = tokens(table, tree, sequences)
     columns = {"prompt_token_ids": prompt.to_arrow(pa.int32())}
     columns["response_ids"] = response.to_arrow(pa.int32())
+    # What the prompt adds to the step before it is observation: its tokens get 0 in every per-token column.
     observed = np.where(continued < 0, 0, tree.prompt - sequences.known)
     for name, kind in PER_TOKEN.items():
         if name in table.column_names:
@@ -155,6 +157,7 @@ def _refuse_scattered(table: pa.Table) -> None:
 def _assembled(table: pa.Table, out: pa.Table, merged: dict[str, pa.Array]) -> pa.Table:
     """Assemble the logical columns in the table's order; columns not in `merged` come from `out`."""
     fields = [f for f in table.schema if f.name not in PREFIX_TYPES]
+    # A merged table has full prompts in either layout; they stand where the prefix columns began.
     prompts = next(n for n in table.column_names if n in ("prompt_token_ids", *PREFIX_TYPES))
     if prompts in PREFIX_TYPES:
         at = table.column_names.index(prompts)
@@ -176,6 +179,7 @@ def _full_tokens(table: pa.Table, tree: PrefixTree, sequences: Sequences) -> tup
     responses = Ragged.from_arrow(table.column("response_ids"))
     head, last = sequences.head, sequences.last
     observed = sequences.start[last]
+    # The end of the last step's prompt is all that follows the first step's prompt but the last response.
     before = _part(prompts.values, prompts.offsets[1:][last] - observed, observed)
     sampled = _part(responses.values, responses.offsets[last], tree.response[last])
     prompt = _part(prompts.values, prompts.offsets[head], tree.prompt[head])
@@ -197,6 +201,8 @@ def _stored_tokens(
     """
     suffix = Ragged.from_arrow(table.column("prompt_suffix_ids"))
     responses = Ragged.from_arrow(table.column("response_ids"))
+    # A step that continues none, but shares a prefix with a step of another sequence, stores only its suffix:
+    # the shared part is known there, not here.
     blank = _zeros(tree.shared - sequences.known, suffix.values.dtype)
     is_head = np.zeros(len(sequences.of), np.bool_)
     is_head[sequences.head] = True
@@ -212,6 +218,7 @@ def _fill_blanks(prompt: Ragged, response: Ragged, tree: PrefixTree, sequences: 
 
     A token has the same position, counted from the prompt's start, in every step that contains it.
     """
+    # Rows ascend and parents are earlier rows, so what is copied from is never blank itself.
     steps = np.flatnonzero(tree.shared > sequences.known)
     num_known, shared = sequences.known[steps], tree.shared[steps]
     into, origin = sequences.of[steps], sequences.of[tree.parent[steps]]
@@ -303,6 +310,7 @@ def _tokens(out: pa.Table, table: pa.Table, steps: Steps) -> pa.Table:
     responses = Ragged.from_arrow(table.column("response_ids"))
     length = np.where(steps.length < 0, responses.lengths[steps.row], steps.length)
     whole = zipped(prompts, responses)
+    # A step's prompt is all of its merged row that precedes its response.
     prompt_length = prompts.lengths[steps.row] + steps.start
     prompt = gather(whole.values, whole.offsets[steps.row], prompt_length)
     valid = np.ones(len(steps.row), np.bool_)
@@ -331,6 +339,7 @@ def _in_step_order(out: pa.Table, table: pa.Table, joined: BoolArray) -> pa.Tabl
     """
     starts = trajectory_starts(out)
     num_steps = np.diff(np.append(starts, out.num_rows))
+    # Where the trajectories of `out` and `table` are compared: both have the same, in the same order.
     remembered = np.logical_and.reduceat(joined, trajectory_starts(table))
     position = count_from_zero(out)
     step = to_numpy(out.column("step_index")).astype(np.int64)

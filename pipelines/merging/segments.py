@@ -209,6 +209,7 @@ def step_columns(table: pa.Table, steps: Steps) -> pa.Table:
     """[S] Build one row per step, with every per-step value restored from `segments`."""
     flat = _flat(pc.list_flatten(table.column("segments")))
     out = table.take(to_arrow(steps.row))
+    # A row that was not merged is one step, and keeps the segments that it came with.
     split = steps.segment >= 0
     unsplit = to_arrow(steps.row, mask=split)
     fields = dict(zip((field.name for field in flat.type), flat.flatten(), strict=True))
@@ -226,6 +227,7 @@ def _chosen(column: pa.ChunkedArray, values: pa.Array, steps: Steps) -> pa.Array
     """[S] Take a column's values from the step's segment if it has one, else from its row."""
     column = _flat(column)
     stored = cast_column(values, column.type)
+    # Both sources are one array, rows first: a segment's value stands behind all rows.
     order = np.where(steps.segment >= 0, len(column) + steps.segment, steps.row)
     return pa.concat_arrays([column, stored]).take(to_arrow(order))
 

@@ -47,7 +47,10 @@ class Sequences:
         of = np.empty(len(order), np.int64)
         of[order] = np.repeat(np.arange(len(first)), count)
         length = tree.prompt + tree.response
+        # A step knows all of the step that it continues, which in turn begins with all that it continues.
         num_known = np.where(continued < 0, 0, length[continued])
+        # A sequence's prompt is that of its first step; all after it is response, so a step's response starts
+        # where its prompt is longer than the first one.
         start = tree.prompt - tree.prompt[head][of]
         return cls(order, first, head, last, of, start, num_known)
 
@@ -69,6 +72,7 @@ class Sequences:
 
     def interleaved(self, tree: PrefixTree) -> BoolArray:
         """[M] True for every sequence of a trajectory whose sequences are interleaved."""
+        # Steps that moved are counted at the first row of their trajectory: one that moved marks them all.
         moved = np.zeros(len(self.order), np.bool_)
         moved[tree.start[self.order != np.arange(len(self.order))]] = True
         return moved[tree.start[self.head]]
@@ -76,6 +80,8 @@ class Sequences:
 
 def _ordered(continued: IntArray) -> tuple[IntArray, IntArray]:
     rows = np.arange(len(continued))
+    # The last row of a chain (rows ascend, so the last one written wins) is where its sequence stands
+    # among the sequences; the sort is stable, so its steps stay in order.
     root = followed(np.where(continued < 0, rows, continued))
     last = np.zeros(len(rows), np.int64)
     last[root] = rows

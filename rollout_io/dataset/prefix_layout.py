@@ -60,6 +60,7 @@ def encode_prefixes(table: pa.Table) -> pa.Table:
     ]
     index = table.column_names.index("prompt_token_ids")
     table = table.remove_column(index)
+    # All three go in at one index, so the last comes first.
     for field, column in zip(reversed(PREFIX_FIELDS), reversed(columns), strict=True):
         table = table.add_column(index, field, pa.chunked_array([column]))
     return table
@@ -74,6 +75,8 @@ def decode_prefixes(table: pa.Table) -> pa.Table:
     responses = Ragged.from_arrow(table.column("response_ids"))
     shared = to_numpy(table.column("prefix_length")).astype(np.int64)
     starts = trajectory_starts(table)
+    # A parent is numbered within its trajectory. A root refers to its trajectory's first row, but shares
+    # no token with it.
     first_row = np.repeat(starts, np.diff(starts, append=table.num_rows))
     parent = filled(table.column("parent_step_index"), 0).astype(np.int64)
     prompts = _decode(suffix, responses, shared, first_row + parent)
@@ -180,16 +183,21 @@ class _Tree:
         while run is not None:
             num_held = _num_held(run.tokens, tokens, at, width)
             at += num_held
+            # Only the prompt refers to a parent: a response that repeats earlier tokens is stored whole.
             common = at if at < num_prompt else num_prompt
+            # A range belongs to the latest step that has it, so of several parents the first one here is the latest.
             if shared < common:
                 parent, shared = run.step, common
+            # The new step has these tokens too, and is later: the branches that leave before `at` are its own now.
             cut = bisect_left(run.exits, at, key=_POSITION)
             exits += run.exits[:cut]
             branch: dict[bytes, _TokenRange] = {}
             if cut < len(run.exits) and run.exits[cut][0] == at:
                 branch = run.exits[cut][1]
                 cut += 1
+            # One range goes on like the new step, and is passed next; its siblings leave the new step here.
             following = branch.pop(tokens[at : at + width], None)
+            # The older step keeps what the new one does not have, as one more branch.
             if num_held < len(run.tokens):
                 run.tokens, run.exits = run.tokens[num_held:], run.exits[cut:]
                 branch[run.tokens[:width]] = run
@@ -231,6 +239,8 @@ def _decode(suffix: Ragged, responses: Ragged, shared: IntArray, parent_row: Int
         zip(offsets[:-1].tolist(), shared.tolist(), parent_row.tolist(), strict=True)
     ):
         source = int(offsets[parent])
+        # A parent is an earlier row, so its prompt is already complete in `out`. What is shared may reach into
+        # its response, which is stored.
         from_prompt = min(num_shared, int(lengths[parent]))
         out[begin : begin + from_prompt] = out[source : source + from_prompt]
         rest = num_shared - from_prompt

@@ -315,9 +315,8 @@ class Contexts:
             in_answer: True if it is a part of the answer at the tip, which is lost too.
             loss: Note about the answers that this costs.
         """
-        node = (
-            self.tip if in_answer and self.tip is not None else self.say((), where or error.where)
-        )
+        node = self.tip if in_answer else None
+        node = node or self.say((), where or error.where)
         if node.error is None:
             node.error, node.loss = error, loss
 
@@ -355,6 +354,7 @@ class Contexts:
         for node, loss in lost.items():
             note(loss, node.trains)
         note(COPIED, sum(node.is_copied and node.is_answer for node in self._nodes))
+        # Branches share their beginning: it trains on the first, and is given on the others.
         for end in self._ends(lost):
             yield from self._along(end, trained)
 
@@ -363,6 +363,7 @@ class Contexts:
         lost = dict[Said, str]()
         nodes = dict.fromkeys(self._nodes)
         for node in nodes:  # a node comes after those before it
+            # A sub-agent's first node may follow one of the agent that started it.
             behind = [node] if node.before is None or node.before in nodes else self.path(node)
             cause = next((other for other in behind if other.error is not None), None)
             if node.before in lost:
@@ -374,7 +375,7 @@ class Contexts:
     def _ends(self, lost: Mapping[Said, str]) -> list[Said]:
         """Return the last node of each branch with an answer, with what follows the answer there."""
         inner, ends = set[Said | None](), list[Said]()
-        for node in reversed(self._nodes):
+        for node in reversed(self._nodes):  # meets the last answer of each branch first
             if node in lost:
                 continue
             if node.trains and node not in inner:
@@ -382,11 +383,10 @@ class Contexts:
             if node.trains or node in inner:
                 inner.add(node.before)
         for i, end in enumerate(ends):
-            behind: Said | None = end
-            while behind is not None:
-                ends[i] = behind
-                below = [node for node in self._behind.get(behind, ()) if node not in lost]
-                behind = below[-1] if below else None
+            below = [end]
+            while below:
+                ends[i] = below[-1]
+                below = [node for node in self._behind.get(ends[i], ()) if node not in lost]
         return ends[::-1]
 
     def _along(self, end: Said, trained: set[Said]) -> Iterator[Conversation]:
