@@ -44,8 +44,7 @@ pytestmark = [
 
 NUM_GROUPS = 12
 BOUND_S = 300
-"""No command waits longer for a store that stays broken: s3fs asks five times, and each time Amazon's
-client asks three times and waits 15 s for an answer."""
+"""No command waits longer for a store that stays broken: nine requests of two attempts of 15 s."""
 
 
 def every_third(fault):

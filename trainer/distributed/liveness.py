@@ -71,6 +71,7 @@ def watch(store: Store, address: str, places: list[str], rank: int) -> None:
         connection.sendall(f"{rank} {token}\n".encode())
         _watch.follow(connection, 0)
     else:
+        # Whoever can read the store is of this run; others on the network cannot pretend to be a process.
         token = secrets.token_hex(16)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         server = socket.create_server((address, 0), family=family, backlog=len(places))
@@ -104,6 +105,8 @@ class _Watch:
 
     def follow(self, connection: socket.socket, rank: int) -> None:
         """Wait for the end of the connection to a process, in a thread."""
+        # Nothing is ever read in normal operation. The kernel asks after 5 s of silence, and closes the
+        # connection if the other machine does not answer for 30 s.
         connection.settimeout(None)
         options = {"TCP_KEEPIDLE": _CHECK_S, "TCP_KEEPINTVL": _CHECK_S}
         options |= {"TCP_KEEPCNT": SILENCE_S // _CHECK_S - 1, "TCP_USER_TIMEOUT": SILENCE_S * 1000}
@@ -142,9 +145,11 @@ class _Watch:
         self.has_lost.set()
         if self._rank == 0:
             self._send(json.dumps(encode(error)).encode() + b"\n")
+        # The main thread may be in a collective that notices by itself, and then has the better error.
         time.sleep(NOTICE_S)
         if not self.is_over:
             show_error(error)
+            # A collective that waits for the lost process cannot be interrupted by an exception.
             os._exit(1)
 
     def enter(self) -> None:

@@ -37,6 +37,7 @@ class Orders:
         self._num_processes = accelerator.num_processes
         self._is_between = True
         if self._num_processes > 1:
+            # Two groups, because gloo has one time limit a group.
             self._patient, self._brief = (
                 distributed.new_group(backend="gloo", timeout=timeout)
                 for timeout in (FOREVER, BRIEFLY)
@@ -95,6 +96,7 @@ class Orders:
         """Gather each process's bytes, ordered by rank."""
         was_between, self._is_between = self._is_between, False
         with lost_processes():
+            # Sizes first, because all_gather needs tensors of one shape.
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self._num_processes)]
             distributed.all_gather(sizes, torch.tensor([len(data)]), group=group)
             padded = torch.zeros(max(1, *(int(size) for size in sizes)), dtype=torch.uint8)
@@ -102,6 +104,7 @@ class Orders:
                 padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             gathered = [torch.zeros_like(padded) for _ in sizes]
             distributed.all_gather(gathered, padded, group=group)
+        # After an error it stays false: the processes may be at different places, and no order would meet.
         self._is_between = was_between
         return [
             part.numpy()[: int(size)].tobytes() for part, size in zip(gathered, sizes, strict=True)

@@ -83,6 +83,7 @@ class Pooled:
         """
         if self._is_alone:
             return [float(x) for x in np.percentile(self._values.numpy(), wanted)]
+        # A percentile lies between the numbers of two ranks; both are found in the same rounds.
         at = np.array(wanted) / 100 * (self.number - 1)
         ranks = np.concatenate([np.floor(at), np.ceil(at)])
         bits = np.sort(np.abs(self._values.double().numpy())).view(np.uint64)
@@ -93,12 +94,14 @@ class Pooled:
             starts = np.searchsorted(bits, found[:, None] + digits, side="left")
             ends = np.searchsorted(bits, found[:, None] + digits + last, side="right")
             assert self._accelerator is not None
+            # All numbers whose leading digits are those found so far, by their next digit.
             counts = over_processes(self._accelerator, ends - starts, "sum")
             upto = counts.cumsum(1)
             digit = (upto <= ranks[:, None]).sum(1)
             before = np.where(
                 digit > 0, np.take_along_axis(upto, np.maximum(digit - 1, 0)[:, None], 1)[:, 0], 0
             )
+            # From now on, ranks count among the numbers with these digits.
             ranks = ranks - before
             found = found + digits[digit]
         low, high = found.view(np.float64).reshape(2, -1)

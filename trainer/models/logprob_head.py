@@ -109,6 +109,7 @@ def set_logprobs(
     rows = torch.arange(len(sizes), device=logits.device)
     z, picked = scaled(logits[row, ids], row), scaled(logits[rows, token], rows)
     top = z.new_full(sizes.shape, -torch.inf).scatter_reduce(0, row, z.detach(), "amax")
+    # Shifted by the largest, so that no exponential overflows; the shift cancels in both results.
     z, picked = z - top[row], picked - top
     p = z.exp()
     mass = total(p)
@@ -178,6 +179,8 @@ class _TargetLogprobs(torch.autograd.Function):
             for r, block in _blocks(logits)
         ]
         normalizer, logprobs, entropy = (torch.cat(part) for part in zip(*parts, strict=True))
+        # The logits themselves are saved, not a copy: `backward` overwrites them, and PyTorch raises an error
+        # if another operation saved them too.
         ctx.save_for_backward(logits, token, temperature, normalizer, entropy)
         ctx.save_for_forward(logits, token, temperature, normalizer, entropy)
         ctx.scale, ctx.softcap, ctx.entropy_gradient = scale, softcap, entropy_gradient
@@ -193,6 +196,7 @@ class _TargetLogprobs(torch.autograd.Function):
             rows = temperature[r], normalizer[r], entropy[r], grad[r]
             columns = *rows, entropy_grad[r] if ctx.entropy_gradient else None
             settings = {"scale": ctx.scale, "softcap": ctx.softcap}
+            # Read before the block is overwritten by its gradient.
             picked = block.gather(-1, token[r, None])
             of_token = _gradient(picked, *columns, **settings, is_token=True)
             block.copy_(run_block(_gradient, block, *columns, **settings, is_token=False))
@@ -204,6 +208,7 @@ class _TargetLogprobs(torch.autograd.Function):
         """Compute the derivatives of both outputs in the direction of the logits' tangent."""
         logits, token, temperature, normalizer, entropy = ctx.saved_tensors
         tangent, entropy_tangent = torch.empty_like(normalizer), torch.empty_like(normalizer)
+        # d tanh(x) = 1 - tanh(x)^2, and `capped` is softcap * tanh(x / softcap).
         for rows, capped in scaled_blocks(logits, ctx.scale, ctx.softcap):
             change = logits_tangent[rows] * (ctx.scale / temperature[rows, None])
             if ctx.softcap is not None:
@@ -266,6 +271,7 @@ def run_block(function: Any, logits: Tensor, *columns: Tensor | None, **settings
     """
     if not is_gpu(logits):
         return function(logits, *columns, **settings)
+    # Clones begin at offset 0 of their own storage, whatever slices the columns are.
     copies = [None if column is None else column.clone() for column in columns]
     with SYMBOLIC_SIZES():
         return _compiled(function)(logits.detach(), *copies, **settings)

@@ -83,6 +83,7 @@ def _error_of_varlen(device: torch.device) -> float:
     for size, window in product((64, 128, 256), (None, 4)):
         shapes = [(1, heads, len(row), size) for heads in (4, 2, 2)]
         inputs = [torch.randn(s, generator=random).to(device, torch.bfloat16) for s in shapes]
+        # The same attention with a dense mask: within a row, backwards, and no farther than the window.
         distance = at[:, None] - at
         mask = (row[:, None] == row) & (distance >= 0) & (distance < (window or len(row)))
         sdpa = partial(scaled_dot_product_attention, attn_mask=mask, scale=0.1, enable_gqa=True)
@@ -178,6 +179,7 @@ def varlen(
         chains.longest,
         chains.longest,
         scale=scaling,
+        # FlashAttention counts the tokens before, a window counts the token itself too.
         window_size=(-1 if window is None else window - 1, 0),
     )
     return output[None]

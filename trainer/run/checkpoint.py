@@ -87,6 +87,7 @@ def save_checkpoint(
                 save_state(partial / "state")
                 digests = json.dumps(_digests(partial), indent=1)
                 (partial / FILES).write_text(digests + "\n", encoding="utf-8")
+    # Only now does `--resume` find it: a run that is killed before goes on from the checkpoint before.
     replace_text(final.parent / LATEST, f"{final.name}\n")
     for path in _checkpoints(out)[: -keep if keep else 0]:
         remove_directory(path)
@@ -249,6 +250,7 @@ def remove_directory(path: Path) -> None:
     if path.is_symlink():
         path.unlink()
         return
+    # The name is hidden first; what is left of it after a kill is deleted by `discard_after`.
     removed = path.with_name(f".{path.name}.removed")
     shutil.rmtree(removed, ignore_errors=True)
     path.rename(removed)

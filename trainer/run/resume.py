@@ -120,6 +120,7 @@ def check_same(
     Raises:
         ConfigError: A key that must not change has a different value, or `growing` has decreased.
     """
+    # As they will be read back: tuples become lists, and numbers keep what JSON keeps.
     now = json.loads(json.dumps(settings))
     fixed = [key for key in now if key not in may_change]
     # A run of an earlier version lacks newer keys; an empty value does not affect its updates.

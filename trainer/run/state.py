@@ -108,6 +108,8 @@ def with_whole_outputs(accelerator: Accelerator, progress: Progress) -> Progress
     if position.local_slots is None:
         return progress
     slots, number = position.local_slots
+    # A process has the outputs of the rows that it forwards. A checkpoint has those of all, so that it can
+    # be resumed with another number of processes.
     sent = save(position.outputs | {"slots": torch.from_numpy(slots)})
     outputs = {name: torch.full((number,), torch.nan) for name in position.outputs}
     for part in map(load, gather_in_main(accelerator, sent)):
@@ -237,6 +239,7 @@ def _restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, path:
     for key, tensor in load_file(path).items():
         parameter, _, name = key.rpartition(".")
         number = numbers[parameter]
+        # bitsandbytes counts its steps in an int, others in a float tensor: give each back what it had.
         count = tensor.shape == () and tensor.dtype == torch.int64
         value = int(tensor) if count else sharded_like(tensor.clone(), parameters[number][1])
         state.setdefault(number, {})[name] = value
