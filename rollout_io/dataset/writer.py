@@ -227,6 +227,7 @@ class RolloutWriter:
         if not self._pending:
             return
         table = _concat(self._pending)
+        # A trajectory is in one row group, so the last one waits until its end is known.
         complete = table.num_rows if final else _complete_rows(table)
         head, tail = table.slice(0, complete), table.slice(complete)
         self._pending = [tail] if tail.num_rows else []
@@ -250,6 +251,7 @@ class RolloutWriter:
         table = encode_prefixes(table) if self._layout == "prefix" else table
         if self._shard is not None and self._shard.num_bytes >= self._shard_bytes:
             self._publish(is_last=False)
+        # A shard has one schema: it ends here, and the next one has its columns and the new ones.
         if self._shard is not None and not self._shard.holds(table):
             table = _concat([empty_table(self._shard.schema), table])
             self._publish(is_last=False)
@@ -268,9 +270,11 @@ class RolloutWriter:
 
     def _publish(self, *, is_last: bool) -> None:
         if self._shard is not None:
+            # Pictures before the rows that refer to them, so that no reader ever sees a row without its picture.
             self._carried += carry(self._referred, self._parents, self._blobs)
             self._referred.clear()
             if self._held is not None:
+                # The lock of an object store is a lease: whoever took it over may have published meanwhile.
                 self._held.refuse_lost()
             place = None if self._places is None else self._places.next(is_last=is_last)
             footer = self.footer if is_last else {}
@@ -321,6 +325,7 @@ class _Shard:
 
     def write(self, table: pa.Table) -> None:
         assert self._writer is not None
+        # Concatenating to the empty table adds missing columns as nulls, in the shard's order.
         whole = _concat([empty_table(self.schema), table]).select(self.schema.names)
         self.num_bytes += whole.nbytes
         columns = [cast_column(whole.column(f.name), f.type) for f in self._stored]

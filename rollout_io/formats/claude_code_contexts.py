@@ -109,6 +109,8 @@ class _Session:
         pending = sorted(groups, key=lambda key: key != "")
         while pending:
             ready = [key for key in pending if self._is_ready(groups[key])]
+            # If the logs of forks refer to each other in a circle, or to a log that is missing, the first goes on
+            # without what it inherited.
             for key in ready or pending[:1]:
                 contexts = log.agent(key, SIDECHAIN) if key else log
                 self.agents.append(_Agent(self, contexts, groups[key]))
@@ -279,6 +281,8 @@ class _Agent:
             if record.parent_uuid is None and line.is_prompt and self.is_linked:
                 log.rewind(None)
             return
+        # Hooks, results and notes follow the parent too, and the program sends them all: only another prompt or
+        # answer between here and the parent, or a parent elsewhere, shows that the user went back.
         node: Said | None = log.tip
         goes_on = False
         while node is not None and node is not parent:
@@ -318,6 +322,7 @@ class _Agent:
         assert isinstance(record, Answer)
         begun = self._begun(name)
         if begun is None:
+            # An answer's lines are repeated in the logs of forks and resumed sessions; its name tells.
             is_new = name not in self.session.names
             requests, facts = self.session.requests, dict[str, Any]()
             sent = requests.sent(record.request_ref) if is_new and not is_kept else None
@@ -332,6 +337,7 @@ class _Agent:
             self.session.answers[node] = begun[1], sent is not None
         node, reply = begun
         reply.add(record, line.content)
+        # A streamed answer has a line for each of its parts, all with one name: the last is the complete one.
         node.where = line.where
         node.is_copied |= line.is_copied
         node.is_given |= is_kept or line.is_copied or api.is_synthetic
@@ -351,6 +357,7 @@ class _Agent:
         record, is_boundary = line.record, line.content is None
         nodes = self._kept(record.kept if isinstance(record, Boundary) else None)
         if not self.is_cut:
+            # Begins the context once: at the boundary or, in versions without one, at the summary.
             self.log.replace()
             self.began = record.timestamp if isinstance(record.timestamp, str) else ""
         self.is_cut = is_boundary
@@ -374,6 +381,7 @@ class _Agent:
             )
             return [*nodes] if self.uuids.issuperset(segment.uuids) else None
         ends = [segment.head_uuid or "", segment.tail_uuid or ""]
+        # All lines of the segment are yet to come.
         if self.uuids.issuperset(ends) and not any(uuid in self.at for uuid in ends):
             self.awaited = segment
             return []
