@@ -54,12 +54,6 @@ _KEY = f"{_NUMBER}trajectory_id"
 _PARTITIONED = frozenset({"Over", "Window"})
 
 
-def own_columns(schema: pa.Schema) -> list[str]:
-    """List the user-defined columns that the index keeps."""
-    names = {*COLUMN_BY_NAME, *COMPUTED}
-    return [name for name in kept_columns(schema) if name not in names]
-
-
 @dataclass(kw_only=True)
 class TrajectoryIndex:
     """The short columns of a dataset; rows are numbered as in `RowReader`.
