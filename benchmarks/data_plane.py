@@ -35,8 +35,8 @@ from trainer.batches.micro_batches import cut_batch
 from trainer.batches.plan import Plan, dataset_returns, make_plan
 from trainer.batches.row_shares import share_rows
 from trainer.config.train_config import TrainConfig, load_config
-from trainer.distributed.balance import own_forests
-from trainer.distributed.processes import own_groups
+from trainer.distributed.balance import local_forests
+from trainer.distributed.processes import local_groups
 from trainer.loss import with_weights
 from trainer.run.metrics import update_metrics
 from trainer.run.run import Run
@@ -119,7 +119,7 @@ def update(
         figures[f"{name}_bytes"] = received.num_bytes - before
         return result
 
-    share = own_groups(accelerator, groups)
+    share = local_groups(accelerator, groups)
     rows = measured(
         "read", lambda: read_rows(rollouts, plan, share, config.batch) if share else None
     )
@@ -133,7 +133,7 @@ def update(
     names = ("loss", "policy_loss", "clip_ratio", "policy_entropy", "rollout_logprobs_diff")
     parts = [
         {name: torch.from_numpy(rng.normal(size=forest.num_targets)) for name in names}
-        for forest in own_forests(accelerator, forests)
+        for forest in local_forests(accelerator, forests)
     ]
     measured("metrics", lambda: update_metrics(accelerator, parts, "regular"))
     sizes = {"tokens": sum(forest.num_tokens for forest in forests), "micro_batches": len(forests)}

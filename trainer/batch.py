@@ -281,7 +281,7 @@ def read_rows(
     return table[np.argsort(number, kind="stable")]
 
 
-SIZES = ("num_targets", "num_response", "greedy", "truncated")
+ROW_FACTS = ("num_targets", "num_response", "greedy", "truncated")
 """Columns of `to_batch` about rows whose tokens are in another process."""
 
 
@@ -294,7 +294,7 @@ def to_batch(
 ) -> Batch:
     """Convert the table that `read_rows` returns to a batch.
 
-    If it has the columns `SIZES`, tokens of some rows are in other processes, and null here.
+    If it has the columns `ROW_FACTS`, tokens of some rows are in other processes, and null here.
 
     Tokens beyond the first `max_row_tokens` of a row are excluded from training, as are rows at
     temperature 0. With `imitates`, for losses without advantages, the latter are trained at
@@ -332,8 +332,8 @@ def to_batch(
         "greedy": greedy,
         "truncated": np.bincount(row[beyond], minlength=num_rows) > 0,
     }
-    if SIZES[0] in table.columns:
-        sizes = {name: table[name].to_numpy() for name in SIZES}
+    if ROW_FACTS[0] in table.columns:
+        sizes = {name: table[name].to_numpy() for name in ROW_FACTS}
     return Batch(
         **sizes,
         names=tuple(table["name"]),

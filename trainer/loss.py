@@ -17,17 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from schemas.ragged import IntArray
-from trainer.algorithms.function_inputs import Targets, Units, reduction_weights, select
 from trainer.algorithms.losses.correction import correct
 from trainer.algorithms.losses.kl import kl_estimates
 from trainer.algorithms.own_functions import call
+from trainer.algorithms.targets import Targets, Units, reduction_weights, select
 from trainer.batch import Batch
 from trainer.batches.forest import Forest
 from trainer.batches.sampling_support import teacher_sets
-from trainer.batches.transfer import Arriving, columns_to_device, to_device
+from trainer.batches.transfer import CopyToCpu, columns_to_device, to_device
 from trainer.config.functions import LOSS_REDUCTION, POLICY_LOSS, Function, bind
 from trainer.config.loss_config import LossConfig
-from trainer.distributed.balance import Watch, own_forests
+from trainer.distributed.balance import Watch, local_forests
 from trainer.distributed.processes import of_all_processes, over_processes
 from trainer.run.pass_progress import SELECTION, UNWATCHED, Passes
 from trainer.run.run import Run
@@ -208,8 +208,8 @@ def _at_targets(
     values = torch.full((len(batch.trains),), torch.nan)
     # Copied to the CPU while the next micro-batch is forwarded.
     parts = [
-        (forest.target_slot, Arriving({"values": forward(forest)}))
-        for forest in watch(own_forests(run.accelerator, forests))
+        (forest.target_slot, CopyToCpu({"values": forward(forest)}))
+        for forest in watch(local_forests(run.accelerator, forests))
     ]
     for slot, arriving in parts:
         values[slot] = arriving.read()["values"]

@@ -19,10 +19,10 @@ from trainer.distributed.liveness import watched
 from trainer.distributed.processes import lost_processes, on_main
 from trainer.distributed.sharding import whole_weights
 from trainer.run.checkpoint import checkpoint_path, discard_after, save_checkpoint
-from trainer.run.directory import stays_in_place
+from trainer.run.directory import alone_in, stays_in_place, stops_when_full
 from trainer.run.open_run import open_run
 from trainer.run.pass_progress import UNWATCHED
-from trainer.run.resume import SETTINGS, alone_in, lasting_settings, stops_when_full
+from trainer.run.resume import SETTINGS, fixed_settings
 from trainer.run.run import Run
 from trainer.run.run_log import RunLog
 from trainer.run.run_store import publish, published
@@ -121,7 +121,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
         num_updates=progress.global_step,
         num_skipped_updates=progress.num_skipped,
         num_groups=sum(map(len, plan.batches)),
-        num_trained_groups=len(progress.trained),
+        num_trained_groups=len(progress.trained_groups),
         num_groups_without_variance=plan.num_groups_without_variance,
         num_failed=int(plan.trajectories["failed"].sum()),
         num_greedy_rows=run.num_greedy_rows,
@@ -179,7 +179,7 @@ def save(run: Run, progress: Progress, log: RunLog | None = None) -> Path:
 
     def write_state(path: Path) -> None:
         save_state(path, optimizers, run.digest, progress)
-        settings = json.dumps(lasting_settings(run.config), indent=2)
+        settings = json.dumps(fixed_settings(run.config), indent=2)
         (path / SETTINGS).write_text(settings + "\n", encoding="utf-8")
 
     def write() -> None:

@@ -5,7 +5,7 @@
         ready_batch  pack micro-batches; old and reference log-probabilities, values; advantages
       make_update    per micro-batch: forward, objective, backward; then clip, step and record
 
-`trainer.training` and `trainer.rl.updates` drive `updates`; `rollouts replay` stops at a Step.
+`trainer.training` and `trainer.rl.learning` drive `updates`; `rollouts replay` stops at a Step.
 
 target   a response token that trains, once for each row that sampled it
 slots    indices of tokens in the batch's response tokens, one row after another
@@ -36,9 +36,9 @@ from trainer.batches.plan import split
 from trainer.batches.prefetch import one_ahead
 from trainer.batches.row_shares import gather_places, share_rows, with_repeated_share
 from trainer.batches.stored_rows import digests_of, find_origins
-from trainer.batches.transfer import Arriving, columns_to_device, to_device
-from trainer.distributed.balance import Watch, own_forests
-from trainer.distributed.processes import agreed, over_processes, own_groups
+from trainer.batches.transfer import CopyToCpu, columns_to_device, to_device
+from trainer.distributed.balance import Watch, local_forests
+from trainer.distributed.processes import agreed, local_groups, over_processes
 from trainer.distributed.sharding import without_reduction
 from trainer.loss import (
     critic_values,
@@ -50,7 +50,7 @@ from trainer.loss import (
 )
 from trainer.models.critic import clipped_value_loss
 from trainer.models.optimizer import clip_and_step, rate_factor, set_learning_rate
-from trainer.run.batch_advantages import charge_kl, estimate, next_coef
+from trainer.run.batch_advantages import estimate, next_coef, subtract_kl
 from trainer.run.metrics import (
     batch_metrics,
     generated_metrics,
@@ -175,7 +175,7 @@ def read_groups(run: Run, groups: Sequence[str]) -> tuple[pl.DataFrame | None, p
     Each is None where there is nothing to read.
     """
     accelerator, config = run.accelerator, run.config
-    share = own_groups(accelerator, groups)
+    share = local_groups(accelerator, groups)
     rows = read_rows(run.rollouts, run.plan, share, config.batch) if share else None
     if not accelerator.is_main_process:
         return rows, None
@@ -238,7 +238,7 @@ def ready_batch(
             outputs["ref_logprobs"] = policy_logprobs(run, batch, forests, model, watch)
     batch = replace(batch, **outputs)
 
-    batch, kl_metrics = charge_kl(accelerator, batch, run.plan, groups, config, position.kl_coef)
+    batch, kl_metrics = subtract_kl(accelerator, batch, run.plan, groups, config, position.kl_coef)
     batch = estimate(accelerator, batch, config.advantage, is_supervised=config.loss.is_supervised)
     counts = batch_metrics(accelerator, run.plan, batch, groups)
     return replace(
@@ -284,8 +284,8 @@ def make_update(run: Run, step: Step, progress: Progress, passes: Passes = UNWAT
     recorder = recorder_of(
         accelerator, batch, forests, records, seed=seed, global_step=progress.global_step + 1
     )
-    parts, failures = list[Arriving](), list[RolloutError]()
-    share = own_forests(accelerator, forests)
+    parts, failures = list[CopyToCpu](), list[RolloutError]()
+    share = local_forests(accelerator, forests)
     for done, forest in enumerate(passes(TRAINING, share), start=1):
         slot = forest.target_slot
         temperature = to_device(batch.temperature[slot], accelerator.device)
@@ -306,7 +306,9 @@ def make_update(run: Run, step: Step, progress: Progress, passes: Passes = UNWAT
         if recorder and columns:
             recorder.add(slot, targets, columns, batch, loss_config)
         parts.append(
-            Arriving({name: x.double() for name, x in columns.items() if name not in RECORDED_ONLY})
+            CopyToCpu(
+                {name: x.double() for name, x in columns.items() if name not in RECORDED_ONLY}
+            )
         )
     if loss_config.has_own_loss:
         agreed(accelerator, partial(_raise_any, failures))
@@ -366,7 +368,7 @@ def update_critic(
     here = sum(forest.num_targets for forest in forests)
     num_trained = int(over_processes(accelerator, [here], "sum")[0])
     clip, device = run.config.loss.value_clip, accelerator.device
-    sums, share = torch.zeros(3, device=device), own_forests(accelerator, forests)
+    sums, share = torch.zeros(3, device=device), local_forests(accelerator, forests)
     for done, forest in enumerate(watch(share), start=1):
         slot = forest.target_slot
         with without_reduction(critic) if done < len(share) else nullcontext():

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from tests.conftest import ROOT
 from tests.helpers.trainer_helpers import one_group
-from trainer.algorithms.function_inputs import Targets
 from trainer.algorithms.losses.covariance import clip_cov_selection, covariances, kl_cov_selection
 from trainer.algorithms.losses.policy import TokenLoss, regular
 from trainer.algorithms.own_functions import call
+from trainer.algorithms.targets import Targets
 from trainer.config.functions import Function
 
 REFERENCE = json.loads((ROOT / "tests" / "data" / "reference_losses.json").read_text())

@@ -1,1 +1,1 @@
-"""Advantages, policy losses and the objective: tensors in, tensors out."""
+"""Advantages, losses and reductions: tensors in, tensors out. `trainer.loss` puts them together."""

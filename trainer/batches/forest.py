@@ -1,4 +1,4 @@
-"""The trainer's batch type: packed tokens whose attention pattern is a forest.
+"""A micro-batch: packed tokens whose attention pattern is a forest.
 
 A forest is a token array in depth-first order. `position_ids` is each token's depth in its tree,
 and `subtree_end` the end of the range of tokens below it: position q may attend to k iff

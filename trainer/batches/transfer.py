@@ -26,7 +26,7 @@ def columns_to_device(columns: Mapping[str, Tensor], device: torch.device) -> di
     return {name: values.to(columns[name].dtype) for name, values in names}
 
 
-class Arriving:
+class CopyToCpu:
     """Named tensors on their way to the CPU, in one transfer.
 
     Args:

@@ -36,7 +36,7 @@ def in_processes(num_processes: int, hint: str) -> int | None:
         finding = f"--num-processes {num_processes} in a process that a launcher has started"
         hint = "leave out --num-processes, or start `rollouts` without torchrun and accelerate"
         raise ConfigError("launch", "--num-processes", finding, hint=hint)
-    from trainer.distributed.start import start_processes
+    from trainer.distributed.spawn import start_processes
 
     arguments = click.get_current_context().find_root().obj
     return start_processes(num_processes, sys.argv[1:] if arguments is None else arguments, hint)
@@ -55,7 +55,7 @@ def errors_printed_once(verb: Callable[..., int]) -> Callable[..., int]:
             return verb(**options)
         except RolloutError as error:
             from trainer.distributed.processes import STORE, is_first_here
-            from trainer.distributed.start import LOST
+            from trainer.distributed.spawn import LOST
 
             if error.rule == "process_lost" and STORE in os.environ:
                 return LOST

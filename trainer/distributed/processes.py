@@ -137,7 +137,7 @@ def on_main(accelerator: Accelerator, work: Callable[[], object]) -> None:
     agreed(accelerator, lambda: work() if accelerator.is_main_process else None)
 
 
-def own_groups(accelerator: Accelerator, groups: Sequence[str]) -> Sequence[str]:
+def local_groups(accelerator: Accelerator, groups: Sequence[str]) -> Sequence[str]:
     """Select the contiguous range of a batch's groups that this process reads."""
     num, rank = len(groups), accelerator.process_index
     bounds = [num * r // accelerator.num_processes for r in (rank, rank + 1)]

@@ -17,7 +17,7 @@ from typing import Any
 from schemas.errors import RolloutError, decode, encode
 from trainer.distributed.orders import Orders
 from trainer.engine.vllm_part import VllmPart
-from trainer.rl.updates import Learning
+from trainer.rl.learning import Learning
 from trainer.run.state import restore_generators
 
 UPDATE, SAVE, WEIGHTS, ENGINE, STOP = "update", "save", "weights", "engine", "stop"

@@ -57,16 +57,16 @@ from trainer.rl.iteration_metrics import (
     num_greedy_rows,
     rollout_numbers,
 )
+from trainer.rl.learning import Learning, check_lengths
 from trainer.rl.resume import find_checkpoint, prepare
 from trainer.rl.sampling_progress import SamplingProgress
 from trainer.rl.task_order import endless_tasks
-from trainer.rl.updates import Learning, check_lengths
 from trainer.rl.weight_sync import WeightSwapEngine, WeightSync
 from trainer.run.checkpoint import checkpoint_facts, checkpoint_path
-from trainer.run.directory import stays_in_place
+from trainer.run.directory import alone_in, stays_in_place, stops_when_full
 from trainer.run.messages import say, say_attention, say_learning_rate, show, warn
 from trainer.run.model_digests import model_digests
-from trainer.run.resume import alone_in, say_if_new, stops_when_full
+from trainer.run.resume import say_if_new
 from trainer.run.run_log import RunLog
 from trainer.run.same_tokenizer import check_tokenizers
 from trainer.run.start_records import record_start
@@ -394,7 +394,7 @@ class Driver:
             num_iterations=self.learning.iteration,
             num_updates=progress.global_step,
             num_skipped_updates=progress.num_skipped,
-            num_trained_groups=len(progress.trained),
+            num_trained_groups=len(progress.trained_groups),
             num_greedy_rows=0
             if self.config.loss.is_supervised
             else num_greedy_rows(Path(out) / ROLLOUTS),

@@ -15,7 +15,7 @@ from pipelines.generation.engines.wrapper import WrappedEngine
 from trainer.engine.colocated import ColocatedVllm
 from trainer.rl.config import RlConfig
 from trainer.rl.follow import ENGINE, WEIGHTS
-from trainer.rl.updates import Learning
+from trainer.rl.learning import Learning
 from trainer.run.messages import say
 
 _WHOLE_MODELS = (

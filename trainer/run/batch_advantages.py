@@ -13,8 +13,8 @@ from torch import Tensor
 
 from schemas.ragged import IntArray
 from trainer.algorithms.advantages.token import FloatArray, batch_normalize
-from trainer.algorithms.function_inputs import advantages_of_rewards
 from trainer.algorithms.losses.kl import adapted_kl_coef, kl_estimates, rewards_less_kl
+from trainer.algorithms.targets import advantages_of_rewards
 from trainer.batch import Batch
 from trainer.batches.plan import Plan, trajectory_advantages, trajectory_estimator
 from trainer.config.functions import ADVANTAGE_ESTIMATOR, Function, bind
@@ -85,7 +85,7 @@ def _along_chains(
     return *advantages_of_rewards(rewards, trajectory, group, known, estimator), own
 
 
-def charge_kl(
+def subtract_kl(
     accelerator: Accelerator,
     batch: Batch,
     plan: Plan,

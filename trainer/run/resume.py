@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
-import shlex
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from rollout_io.configuration import flat
-from rollout_io.dataset.locking import destination
 from schemas.errors import ConfigError, InputError, count
 from trainer.config.train_config import PATHS, TrainConfig
 from trainer.run.checkpoint import latest_checkpoint
@@ -37,7 +31,6 @@ are fixed if the learning rate decays towards the last update."""
 SETTINGS = "config.json"
 """File of a checkpoint's state: the configuration of the updates before it."""
 _HINT = "resume with the configuration of the run, or start a new run"
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def fixed_keys(config: TrainConfig) -> set[str]:
@@ -73,7 +66,7 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
     return latest
 
 
-def lasting_settings(config: TrainConfig) -> dict[str, Any]:
+def fixed_settings(config: TrainConfig) -> dict[str, Any]:
     """Return the settings by `section.key`, except paths and what may change."""
     settings = flat(dataclasses.asdict(config))
     return {key: settings[key] for key in settings if key not in MAY_CHANGE | PATHS}
@@ -159,46 +152,3 @@ def lines_to_keep(path: Path, num_lines: int) -> bytes:
         expected = f"{num_lines}, one per mini-batch trained before the checkpoint"
         raise InputError("resume_metrics", str(path), count(len(whole), "line"), expected)
     return b"".join(whole[:num_lines])
-
-
-@contextmanager
-def alone_in(out: Path) -> Iterator[None]:
-    """Keep other processes from writing to the same directory, if its filesystem supports locks.
-
-    Raises:
-        InputError: `run_in_use`: another process is training in the directory, or writing to it.
-    """
-    with ExitStack() as held:
-        try:
-            held.enter_context(destination(out))
-        except InputError as error:
-            if error.rule != "out_is_free":
-                raise
-            finding = "another process is training in this directory, or writing to it"
-            hint = "wait for it to end, or stop it"
-            raise InputError("run_in_use", str(out), finding, hint=hint) from None
-        yield
-
-
-@contextmanager
-def stops_when_full(out: Path) -> Iterator[None]:
-    """Turn a full disk into an error that names the checkpoint to resume from.
-
-    Raises:
-        InputError: `disk_full`: a file could not be written because the disk is full.
-    """
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        if not _is_full(error):
-            raise
-        hint = f"free some disk space, then continue with --resume {shlex.quote(str(out))}"
-        if latest := latest_checkpoint(out):
-            hint += f" from {latest}"
-        raise InputError("disk_full", str(out), f"cannot write: {error}", hint=hint) from error
-
-
-def _is_full(error: OSError | SafetensorError) -> bool:
-    if isinstance(error, OSError):
-        return error.errno in FULL
-    return any(f"os error {number})" in str(error) for number in FULL)

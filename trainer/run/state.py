@@ -54,13 +54,13 @@ class Progress:
         position: Position of the run.
         global_step: Optimizer steps taken.
         num_skipped: Mini-batches without an optimizer step.
-        trained: Groups that contributed a gradient to a step.
+        trained_groups: Groups that contributed a gradient to a step.
     """
 
     position: Position
     global_step: int = 0
     num_skipped: int = 0
-    trained: frozenset[str] = frozenset()
+    trained_groups: frozenset[str] = frozenset()
 
     def after(self, position: Position, groups: frozenset[str], *, stepped: bool) -> Progress:
         """Return the progress after a mini-batch in which these groups have a gradient."""
@@ -68,7 +68,7 @@ class Progress:
             position=position,
             global_step=self.global_step + stepped,
             num_skipped=self.num_skipped + (not stepped),
-            trained=self.trained | groups if stepped else self.trained,
+            trained_groups=self.trained_groups | groups if stepped else self.trained_groups,
         )
 
     @property
@@ -131,7 +131,7 @@ def save_state(path: Path, optimizers: OptimizerTensors, digest: str, progress: 
         "kl_coef": position.kl_coef,
         "global_step": progress.global_step,
         "num_skipped": progress.num_skipped,
-        "trained": sorted(progress.trained),
+        "trained": sorted(progress.trained_groups),
         "dataset": digest,
     }
     (path / "run.json").write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
@@ -175,7 +175,7 @@ def load_progress(path: Path, digest: str | None = None) -> Progress:
             position=position,
             global_step=run["global_step"],
             num_skipped=run["num_skipped"],
-            trained=frozenset(run["trained"]),
+            trained_groups=frozenset(run["trained"]),
         )
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise _unreadable(path, error) from error

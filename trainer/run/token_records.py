@@ -25,12 +25,12 @@ from schemas.token_records import (
     token_record_schema,
     token_record_steps,
 )
-from trainer.algorithms.function_inputs import Targets
 from trainer.algorithms.losses.ratios import probability_ratio
+from trainer.algorithms.targets import Targets
 from trainer.batch import Batch
 from trainer.batches.forest import Forest
 from trainer.batches.stored_rows import Origins
-from trainer.batches.transfer import Arriving, to_device
+from trainer.batches.transfer import CopyToCpu, to_device
 from trainer.config.loss_config import LossConfig
 from trainer.distributed.processes import gather_in_main, over_processes
 from trainer.run.messages import say
@@ -54,7 +54,7 @@ class TokenRecorder:
 
     def __init__(self, recorded: BoolArray) -> None:
         self.recorded = torch.from_numpy(recorded)
-        self._parts: list[tuple[Tensor, Arriving]] = []
+        self._parts: list[tuple[Tensor, CopyToCpu]] = []
 
     def add(
         self,
@@ -89,7 +89,7 @@ class TokenRecorder:
         if not len(picked):
             return
         on_device = to_device(picked, next(iter(values.values())).device)
-        arriving = Arriving({name: column.detach()[on_device] for name, column in values.items()})
+        arriving = CopyToCpu({name: column.detach()[on_device] for name, column in values.items()})
         self._parts.append((slots[picked], arriving))
 
     def gathered(self, accelerator: Accelerator, batch: Batch) -> dict[str, Tensor]:

@@ -17,10 +17,10 @@ from tests.helpers.losses_helpers import (
     targets,
     tensor,
 )
-from trainer.algorithms.function_inputs import Targets
 from trainer.algorithms.losses.covariance import clip_cov_selection, covariances, kl_cov_selection
 from trainer.algorithms.losses.policy import dppo, dual_clip, gspo, regular
 from trainer.algorithms.losses.ratios import row_sums
+from trainer.algorithms.targets import Targets
 from trainer.config.functions import POLICY_LOSS, bind
 from trainer.config.loss_config import LossConfig
 

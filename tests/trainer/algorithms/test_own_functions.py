@@ -18,13 +18,13 @@ from schemas.errors import RolloutError
 from tests.helpers.configs import SECTIONS, train_config
 from tests.helpers.losses_helpers import SETTINGS, advantages_of_returns, policy_loss, targets
 from trainer.algorithms.advantages.token import CriticAdvantages
-from trainer.algorithms.function_inputs import (
+from trainer.algorithms.losses.policy import TokenLoss
+from trainer.algorithms.targets import (
     Targets,
     Units,
     advantages_of_rewards,
     reduction_weights,
 )
-from trainer.algorithms.losses.policy import TokenLoss
 from trainer.config.functions import (
     ADVANTAGE_ESTIMATOR,
     KINDS,

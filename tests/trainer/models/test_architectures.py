@@ -20,7 +20,7 @@ from tests.helpers.architectures import (
 from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import group_rows, write_dataset
 from tests.trainer.models.test_trained_parameters import UNUSED, without_gradient
-from trainer.distributed.start import start_processes
+from trainer.distributed.spawn import start_processes
 from trainer.models.lora import add_adapter
 from trainer.models.policy import Policy, load_policy
 from trainer.models.self_check import check_policy

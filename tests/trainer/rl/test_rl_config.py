@@ -20,8 +20,8 @@ from tests.helpers.rl_helpers import config_of
 from trainer.batches.forest import RowLimit
 from trainer.rl import load_rl_config
 from trainer.rl.groups import num_allowed, place
+from trainer.rl.learning import check_lengths
 from trainer.rl.task_order import endless_tasks
-from trainer.rl.updates import check_lengths
 
 TOML = """
 [model]

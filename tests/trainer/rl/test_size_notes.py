@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.rl_helpers import config_of, save_model
-from trainer.rl.updates import Learning
+from trainer.rl.learning import Learning
 
 MANY = 1 << 28
 

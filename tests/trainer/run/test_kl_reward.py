@@ -19,7 +19,7 @@ from trainer.algorithms.advantages.outcome import grpo
 from trainer.algorithms.losses.kl import adapted_kl_coef
 from trainer.batches.plan import make_plan
 from trainer.config.sections import BatchConfig
-from trainer.run.batch_advantages import charge_kl, next_coef
+from trainer.run.batch_advantages import next_coef, subtract_kl
 
 REWARDS = (1.0, 0.0, 0.5)
 
@@ -41,7 +41,7 @@ def charged(dataset: str, layout: str, **settings: Any) -> Any:
     ref = torch.where(torch.from_numpy(batch.trains), torch.tensor(-2.0), torch.nan)
     old = ref + torch.from_numpy(drift).float()
     batch = dataclasses.replace(batch, old_logprobs=old, ref_logprobs=ref)
-    charged_batch, metrics = charge_kl(
+    charged_batch, metrics = subtract_kl(
         Accelerator(), batch, plan, plan.batches[0], config, coef=0.5
     )
     return batch, charged_batch, metrics

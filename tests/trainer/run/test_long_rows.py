@@ -28,7 +28,7 @@ from trainer.config.train_config import TrainConfig
 from trainer.models.policy import row_limit
 from trainer.reports.dry_run import dry_run
 from trainer.reports.dry_run_report import plan_text
-from trainer.rl.updates import Learning
+from trainer.rl.learning import Learning
 from trainer.run.check_dataset import cut_rows
 from trainer.run.checkpoint import latest_checkpoint
 

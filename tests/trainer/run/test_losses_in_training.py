@@ -35,10 +35,10 @@ from tests.helpers.trainer_helpers import (
     update_with,
     write_dataset,
 )
-from trainer.algorithms.function_inputs import Targets
 from trainer.algorithms.losses.correction import correct
 from trainer.algorithms.losses.covariance import covariances, kl_cov_selection
 from trainer.algorithms.losses.kl import kl_estimates
+from trainer.algorithms.targets import Targets
 from trainer.batch import Batch
 from trainer.batches.plan import make_plan
 from trainer.config.functions import POLICY_LOSS, bind

@@ -27,7 +27,7 @@ from tests.helpers.vision_models import (
     save_model,
     store_pictures,
 )
-from trainer.distributed.start import start_processes
+from trainer.distributed.spawn import start_processes
 from trainer.models.policy import load_policy
 
 Rows = list[dict[str, Any]]

@@ -33,7 +33,8 @@ from trainer import update as updates
 from trainer.batch import index_rows
 from trainer.config.sections import AdvantageConfig, BatchConfig
 from trainer.run import stopping
-from trainer.run.resume import alone_in, find_checkpoint
+from trainer.run.directory import alone_in
+from trainer.run.resume import find_checkpoint
 from trainer.run.state import (
     Position,
     Progress,

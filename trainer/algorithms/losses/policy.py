@@ -2,7 +2,7 @@
 
 In all equations l is `logprobs` (with gradient), l_old `old_logprobs`, l_roll `rollout_logprobs`,
 A `advantages`, r = exp(l - l_old) with the exponent clamped to +-20, and sg[.] stops the gradient.
-All tensors are [M], one element per target; without targets, the loss is empty.
+All tensors are [M], one element per target; without targets, the loss is empty. `trainer.config.functions` lists the losses by their names.
 """
 
 from __future__ import annotations

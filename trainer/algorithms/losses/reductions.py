@@ -1,6 +1,7 @@
 """Weights that reduce losses per target to one number: loss = sum over targets of weight * loss.
 
-Rows, trajectories and groups without targets count as a loss of 0.
+Rows, trajectories and groups without targets count as a loss of 0. `trainer.config.functions`
+lists the reductions by their names.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from trainer.forensics.replay.recorded import (
     read_recorded,
     refuse_changed,
 )
-from trainer.rl.updates import Learning
+from trainer.rl.learning import Learning
 from trainer.run.checkpoint import checkpoints
 from trainer.run.open_run import open_run
 from trainer.run.pass_progress import UNWATCHED, Passes
