@@ -26,9 +26,9 @@ SHARD_SUFFIX = ".parquet"
 _EXTRAS = {"https": "http", "gs": "gcs"}  # extras of fsspec by protocol
 _S3 = ("s3://", "s3a://")
 _LISTED_S = 2  # opening a dataset lists its directory several times
-# s3fs repeats a read, each of its requests, and Amazon's client below it: with the defaults a store that
-# never answers is told of after half an hour, with these after five minutes.
-_S3_TRIES, _S3_RETRIES = 3, {"retries": {"total_max_attempts": 2, "mode": "standard"}}
+# s3fs repeats a read, each of its requests, and Amazon's client each of these: with the defaults, a store
+# that never answers is told of after half an hour. Only Amazon's client repeats a HEAD that is busy (503).
+_S3_TRIES, _S3_RETRIES = 3, {"retries": {"total_max_attempts": 4, "mode": "standard"}}
 _ROOT_MARK = "/./"  # as in rsync: separates the dataset's directory from the path inside it
 _PARTITION = re.compile(r"[^._=][^=]*=.*")
 PARTITION_HINT = "name the directories COLUMN=VALUE, with the same columns everywhere"

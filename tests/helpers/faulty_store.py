@@ -1,6 +1,6 @@
 """A real S3-compatible server (Moto's) behind a proxy that fails as object stores and networks do.
 
-It needs only the standard library and pytest, so that the server can come from another environment.
+It needs only the standard library, pytest and fsspec, so that the server can come from another environment.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ from contextlib import closing, contextmanager
 from socket import socket
 from typing import NamedTuple
 
+import fsspec
 import pytest
 
 BUSY, CUT, SHORT, SLOW, RESET, HANG = "busy", "cut", "short", "slow", "reset", "hang"
@@ -228,3 +229,4 @@ def empty_bucket(log):
         }.items():
             environment.setenv(name, value)
         yield proxy
+        fsspec.get_filesystem_class("s3").clear_instance_cache()  # or the next one asks this one
