@@ -173,14 +173,6 @@ def _check_adapter(settings: dict[str, Any], path: Path) -> None:
         raise InputError("model_load", str(path), finding, hint=hint)
 
 
-def architecture(candidate: Candidate) -> str:
-    """Return the parts of a candidate's configuration that determine its forward pass."""
-    path = (candidate.base or candidate.path) / "config.json"
-    config = _read_object(path)
-    others = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
-    return json.dumps({k: v for k, v in config.items() if k not in others}, sort_keys=True)
-
-
 def defaults_of(candidates: Sequence[Candidate]) -> SamplingDefaults:
     """Return the sampling settings of the first candidate that has a `generation_config.json`."""
     defaults = (sampling_defaults(one.base or one.path) for one in candidates)
@@ -216,16 +208,14 @@ def _number(path: Path) -> int | None:
     return _versions_by_step(path.resolve().parents[1]).get(number)
 
 
-def load_candidate(
-    candidate: Candidate, *, device: torch.device, trees: bool, checks: bool
-) -> Policy:
+def load_candidate(candidate: Candidate, *, device: torch.device, trees: bool) -> Policy:
     """Load the weights of a candidate for scoring, in float32; see `load_policy`.
 
     Raises:
         InputError: The weights cannot be loaded, or cannot forward trees.
     """
     path = str(candidate.base or candidate.path)
-    policy = load_policy(path, logprob_chunk_tokens=CHUNK_TOKENS, trees=trees, checks=checks)
+    policy = load_policy(path, logprob_chunk_tokens=CHUNK_TOKENS, trees=trees)
     if candidate.base is not None:
         settings: dict[str, Any] = json.loads((candidate.path / CONFIG).read_text("utf-8"))
         adapter = ModelConfig(

@@ -8,8 +8,9 @@ from typing import Any
 import polars as pl
 
 from schemas.errors import count
+from schemas.forensics import NO_FAULT
 from trainer.forensics.audit.candidates import Candidate
-from trainer.forensics.audit.hypotheses import DECIDED
+from trainer.forensics.audit.judge import DECIDED
 
 MOST = 0.95
 """If at least this fraction of rows has a fault, the fault is reported as affecting all rows."""
@@ -137,14 +138,16 @@ def _spans(number: int, total: int) -> str:
     return f"All {count(number, 'span')}" if number >= total else f"{number:,} of {total:,} spans"
 
 
-def describe(span: Mapping[str, Any]) -> str:
-    """Describe the fault of a span in a few words.
+def describe(span: Mapping[str, Any]) -> str | None:
+    """Describe the fault of a span in a few words; without a fault, return its `reason`.
 
     Example:
         >>> describe({"kind": "version", "best_version": 3, "labelled_version": 5})
         'sampled by version 3, labelled 5'
     """
     kind, labelled, best = span["kind"], span.get("labelled_version"), span.get("best_version")
+    if kind in NO_FAULT:
+        return span.get("reason")
     if kind == "version":
         name = span["best_weights"] if best is None else f"version {best}"
         if span.get("next_version") not in {None, labelled} and span["margin"] < DECIDED:

@@ -14,13 +14,12 @@ from rollout_io.dataset.atomic_files import whole
 from schemas.errors import InputError, RolloutError, count
 from schemas.forensics import AUDIT
 from trainer.distributed.sharding import is_sharded
-from trainer.forensics.audit.audit import run_audit
+from trainer.forensics.audit.audit import AuditResult, run_audit
 from trainer.forensics.audit.candidates import Candidate
 from trainer.forensics.audit.causes import describe, likely_causes
+from trainer.forensics.audit.forward import Weights
 from trainer.forensics.audit.noise import Residuals
-from trainer.forensics.audit.result import AuditResult, AuditSettings
 from trainer.forensics.audit.rows import read_steps, to_audit_rows
-from trainer.forensics.audit.scores import Weights
 from trainer.models.lora import CONFIG
 from trainer.models.policy import Policy
 from trainer.rl.config import RlConfig
@@ -100,13 +99,12 @@ class IterationAudit:
             # Each process has only a shard of the policy, so the main process loads all of it.
             loaded={} if is_sharded(policy) else {len(candidates) - 1: policy},
             trees=False,
-        )
-        settings = AuditSettings(
-            explains=False,
-            tokens_per_micro_batch=self.config.training.batch.tokens_per_micro_batch,
+            budget=self.config.training.batch.tokens_per_micro_batch,
         )
         with torch.no_grad():
-            return run_audit([rows], weights, settings, dataset=str(dataset), clean=self.clean)
+            return run_audit(
+                [rows], weights, dataset=str(dataset), clean=self.clean, explains=False
+            )
 
     def _candidates(self, iteration: int) -> list[Candidate]:
         """List the versions that are kept, ending with the current one."""

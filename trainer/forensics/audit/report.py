@@ -11,10 +11,9 @@ from rich.text import Text
 
 from rollout_io.terminal import duration, printable
 from schemas.errors import count
-from schemas.forensics import MEANINGS
+from schemas.forensics import MEANINGS, NO_FAULT
+from trainer.forensics.audit.audit import AuditResult
 from trainer.forensics.audit.causes import likely_causes
-from trainer.forensics.audit.result import FAULTS, AuditResult, Plan
-from trainer.forensics.audit.scores import Cost
 from trainer.forensics.screens import bare_table, drawn, section
 
 ASSUMED_RAW = " (assumed: no row reveals the kind)"
@@ -23,28 +22,8 @@ TOO_CLOSE = 0.25
 engine's noise."""
 
 
-def estimate(plan: Plan, cost: Cost) -> str:
-    """Describe the cost of an audit, from its speed so far.
-
-    Example:
-        >>> plan = Plan(num_candidates=3, num_distinct=1000, num_first=1400, num_most=3000)
-        >>> estimate(plan, Cost(num_tokens=500, seconds=2.0))
-        '3 candidates, 1,000 distinct tokens: 1,400 to 3,000 tokens to forward, 5.6 s to 12 s at \
-250 tokens/s'
-    """
-    tokens, times = f"{plan.num_first:,}", duration(plan.num_first / cost.speed)
-    if plan.num_most > plan.num_first:
-        tokens += f" to {plan.num_most:,}"
-        times += f" to {duration(plan.num_most / cost.speed)}"
-    return (
-        f"{count(plan.num_candidates, 'candidate')}, {plan.num_distinct:,} distinct tokens:"
-        f" {tokens} tokens to forward, {times} at {cost.speed:,.0f} tokens/s"
-    )
-
-
 def summary(result: AuditResult, limit: int) -> dict[str, Any]:
     """Return the summary of an audit for JSON, with the `limit` worst spans."""
-    plan, cost = result.plan, result.cost
     return {
         "num_rows": result.num_rows,
         "num_spans": len(result.verdicts),
@@ -71,12 +50,11 @@ def summary(result: AuditResult, limit: int) -> dict[str, Any]:
             "num_tokens": result.noise.num_tokens,
         },
         "cost": {
-            "num_distinct_tokens": plan.num_distinct,
-            "num_forwarded_tokens": cost.num_tokens,
-            "share": cost.num_tokens / max(plan.num_candidates * plan.num_distinct, 1),
-            "seconds": cost.seconds,
+            "num_distinct_tokens": result.num_distinct,
+            "num_forwarded_tokens": result.num_tokens,
+            "share": result.share,
+            "seconds": result.seconds,
             "num_suspicious_rows": result.num_suspicious,
-            "num_planned_first_tokens": plan.num_first,
         },
         "worst": worst(result, limit).to_dicts(),
     }
@@ -119,7 +97,7 @@ def screen(path: str, result: AuditResult, limit: int) -> str:
 
 
 def _facts(result: AuditResult) -> list[str]:
-    noise, cost = result.noise, result.cost
+    noise = result.noise
     inferred = ""
     if result.mode_is_inferred:
         tokens = count(result.num_mode_tokens, "token")
@@ -137,9 +115,8 @@ def _facts(result: AuditResult) -> list[str]:
         if distance < TOO_CLOSE * noise.mean_difference:
             names = f"{result.candidates[a].name} and {result.candidates[b].name}"
             lines.append(f"indistinguishable   {names}: a row that fits one also fits the other")
-    share = cost.num_tokens / max(result.plan.num_candidates * result.plan.num_distinct, 1)
     lines.append(
-        f"forwarded           {cost.num_tokens:,} tokens in {duration(cost.seconds)} ({share:.0%} of"
+        f"forwarded           {result.num_tokens:,} tokens in {duration(result.seconds)} ({result.share:.0%} of"
         " candidates x distinct tokens)"
     )
     return lines
@@ -156,7 +133,7 @@ def _table(*names: str) -> Table:
 def _verdict_table(result: AuditResult) -> Table:
     table = _table("verdict", "spans", "rows", "tokens", "")
     for kind, spans, rows, tokens in _counts(result.verdicts).iter_rows():
-        style = "red" if kind in FAULTS else ""
+        style = "" if kind in NO_FAULT else "red"
         numbers = [f"{value:,}" for value in (spans, rows, tokens)]
         table.add_row(kind, *numbers, MEANINGS[kind], style=style)
     return table

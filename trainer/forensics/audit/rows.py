@@ -112,7 +112,6 @@ class AuditRows:
 def read_audit_rows(
     rollouts: pl.LazyFrame,
     metadata: DatasetMetadata,
-    mode: LogprobsMode | None = None,
     defaults: SamplingDefaults = NEUTRAL,
 ) -> list[AuditRows]:
     """Read the rows of a dataset, with merged rows split into steps.
@@ -120,7 +119,6 @@ def read_audit_rows(
     Args:
         rollouts: A valid rollout table.
         metadata: Metadata of its dataset.
-        mode: Kind of the stored log-probabilities; None: as in the metadata.
         defaults: Settings that may have sampled rows that record none.
 
     Returns:
@@ -133,7 +131,7 @@ def read_audit_rows(
     for end in ends.tolist() if len(steps) else []:
         if total[end - 1] - (total[first - 1] if first else 0) >= CHUNK_TOKENS or end == len(steps):
             table = steps[first:end]
-            chunks.append(to_audit_rows(table, mode or metadata.logprobs_mode, defaults))
+            chunks.append(to_audit_rows(table, metadata.logprobs_mode, defaults))
             first = end
     return chunks
 
