@@ -15,7 +15,7 @@ from trainer.batches.forest import chain_lengths
 from trainer.batches.packing import chain_forests
 from trainer.batches.tree import Trie, make_trie, tree_forests
 from trainer.forensics.audit.candidates import Candidate, load_candidate
-from trainer.forensics.audit.rows import AuditRows
+from trainer.forensics.audit.rows import KEYS, AuditRows
 from trainer.forensics.audit.scores import TokenScores, concatenate, score_tokens
 from trainer.models.policy import Policy, hidden_before_targets
 from trainer.models.router_replay import replayed
@@ -132,13 +132,18 @@ class Weights:
     def _check_tokens(self, number: int, rows: AuditRows, wanted: IntArray, policy: Policy) -> None:
         size = policy.model.get_input_embeddings().weight.shape[0]
         for row in wanted.tolist():
-            tokens = (rows.prompts.row(row), rows.responses.row(row))
-            largest = max(int(part.max(initial=0)) for part in tokens)
-            if largest >= size:
-                one = self.candidates[number]
-                finding = f"token {largest}, but {one.name} ({one.path}) has {count(size, 'token')}"
+            tokens = np.append(rows.prompts.row(row), rows.responses.row(row))
+            if tokens.max() >= size:
+                one, (_, trajectory, step) = (
+                    self.candidates[number],
+                    rows.table.select(KEYS).row(row),
+                )
+                finding = (
+                    f"token {tokens.max()}, but {one.name} ({one.path}) has {count(size, 'token')}"
+                )
+                where = f"trajectory '{trajectory}', row {step}"
                 hint = "leave out candidates that have another tokenizer than the dataset"
-                raise InputError("audit_rows", rows.name(row), finding, hint=hint)
+                raise InputError("audit_rows", where, finding, hint=hint)
 
 
 def _trie_of(rows: AuditRows, is_target: BoolArray) -> Trie:
