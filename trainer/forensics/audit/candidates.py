@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from trainer.config.sections import ModelConfig
 from trainer.models.directory import check_model_directory
 from trainer.models.lora import CONFIG, add_adapter
 from trainer.models.policy import Policy, load_policy
-from trainer.run.checkpoint import checkpoint_path
+from trainer.run.checkpoint import checkpoints
 
 _NUMBERED = re.compile(r"(version|global_step)_(\d+)")
 CHUNK_TOKENS = 256
@@ -62,64 +62,63 @@ def find_candidates(paths: Sequence[str], base: str | None = None) -> list[Candi
         InputError: `model_directory`: there are no weights.
         ConfigError: `weights`: two directories have the same version.
     """
-    candidates = [one for value in paths for one in _candidates_in(value, base)]
-    by_version: dict[int, Candidate] = {}
-    for one in candidates:
-        if one.version is not None and by_version.setdefault(one.version, one) is not one:
-            finding = (
-                f"both {by_version[one.version].path} and {one.path} are version {one.version}"
-            )
+    named = [one for value in paths for one in _directories_in(value)]
+    by_version: dict[int, Path] = {}
+    for version, path in named:
+        if version is not None and by_version.setdefault(version, path) is not path:
+            finding = f"both {by_version[version]} and {path} are version {version}"
             raise ConfigError("weights", "--weights", finding, hint=fix_of("weights"))
+    candidates = [_candidate(path, version, base) for version, path in named]
     return sorted(candidates, key=lambda one: (one.version is None, one.version or 0))
 
 
-def _candidates_in(value: str, base: str | None) -> Iterator[Candidate]:
-    version, equals, named = value.partition("=")
+def _directories_in(value: str) -> list[tuple[int | None, Path]]:
+    """Return the directories of weights that a value of `--weights` names, and their versions."""
+    version, equals, directory = value.partition("=")
     if equals and version.strip().isdecimal():
-        yield _candidate(Path(named), int(version), base)
-        return
+        return [(int(version), Path(directory))]
     path = Path(value)
     if _is_model(path):
-        yield _candidate(path, _number(path), base)
-        return
-    folders = [path, path / "weights"]
-    inside = [sub for folder in folders for sub in sorted(folder.glob("*")) if _is_model(sub)]
-    numbered = [sub for sub in inside if _number(sub) is not None]
-    yield from (_candidate(sub, _number(sub), base) for sub in numbered or inside)
-    seen = {_number(sub) for sub in numbered}
+        return [(_number(path), path)]
+    inside = [sub for folder in (path, path / "weights") for sub in sorted(folder.glob("*"))]
+    named = [(_number(sub), sub) for sub in inside if _is_model(sub)]
+    numbered = [(number, sub) for number, sub in named if number is not None]
+    versions = {number for number, _ in numbered}
+    of_run = list[tuple[int | None, Path]]()
     if (path / "config.json").is_file() and (path / "metrics.jsonl").is_file():
-        for version_of_run, directory in _of_run(path):
-            if version_of_run not in seen and _is_model(directory):
-                seen.add(version_of_run)
-                inside.append(directory)
-                yield _candidate(directory, version_of_run, base)
-    if not inside:
+        model = _read_object(path / "config.json").get("model")
+        start = Path(str(model.get("path", "")) if isinstance(model, dict) else "")
+        saved = [(_number(sub), sub) for sub in checkpoints(path).values()]
+        of_run = [(number, sub) for number, sub in [(0, start), *saved] if _is_model(sub)]
+    of_run = [(number, sub) for number, sub in of_run if number not in {None, *versions}]
+    if not named and not of_run:
         finding = "there are no weights in this directory" if path.is_dir() else "no such directory"
         raise InputError("model_directory", value, finding, hint=HINT)
+    return [*(numbered or named), *of_run]
 
 
-def _of_run(run: Path) -> Iterator[tuple[int, Path]]:
-    """Yield the version and the directory of a run's first model and of its checkpoints."""
-    model = _read_object(run / "config.json").get("model")
-    yield 0, Path(str(model.get("path", "")) if isinstance(model, dict) else "")
-    for step, version in _versions_by_step(run).items():
-        path = checkpoint_path(run, step)
-        if not _is_within_iteration(path):
-            yield version, path
+def _is_model(path: Path) -> bool:
+    if (path / CONFIG).is_file():
+        return True
+    has_weights = any(path.glob("*.safetensors")) or any(path.glob("*.bin"))
+    return (path / "config.json").is_file() and has_weights
 
 
-def _is_within_iteration(checkpoint: Path) -> bool:
-    """True if a checkpoint was saved in the middle of an iteration, and so has no version."""
-    file = checkpoint / "state" / "run.json"
-    return file.is_file() and bool(_read_object(file).get("mini_batch"))
+def _number(path: Path) -> int | None:
+    """Return the version of a directory: from its name, or from the metrics of its run.
 
-
-def _versions_by_step(run: Path) -> dict[int, int]:
-    """Map the last recorded update of each iteration to the version that the iteration produced."""
-    updates = [line for line in metric_lines(run) if "loss" in line]
-    iterations = [(line.get("iteration"), line["global_step"]) for line in updates]
-    last = {number + 1: step for number, step in iterations if isinstance(number, int)}
-    return {step: version for version, step in last.items()}
+    The last update of an iteration makes the next version; a checkpoint within one has none.
+    """
+    path = path.resolve()
+    name = _NUMBERED.fullmatch(path.name)
+    if name is None or name[1] == "version":
+        return name and int(name[2])
+    file = path / "state" / "run.json"
+    if file.is_file() and _read_object(file).get("mini_batch"):
+        return None
+    updates = [line for line in metric_lines(path.parents[1]) if "loss" in line]
+    last = {line["iteration"]: line["global_step"] for line in updates if "iteration" in line}
+    return {step: iteration + 1 for iteration, step in last.items()}.get(int(name[2]))
 
 
 def _candidate(path: Path, version: int | None, base: str | None) -> Candidate:
@@ -147,30 +146,30 @@ def _read_object(path: Path) -> dict[str, Any]:
     return value
 
 
+def _check_adapter(settings: dict[str, Any], path: Path) -> None:
+    """Check that an audit can apply an adapter with these settings."""
+    rank, alpha, targets = (settings.get(name) for name in ("r", "lora_alpha", "target_modules"))
+    others = [name for name in _UNSUPPORTED if settings.get(name)]
+    others += ["bias"] * (settings.get("bias", "none") not in {None, "none"})
+    are_numbers = all(isinstance(one, int | float) and one > 0 for one in (rank, alpha))
+    are_names = isinstance(targets, list) and all(isinstance(name, str) for name in targets)
+    used = f"the adapter uses {', '.join(others)}, which an audit cannot apply"
+    for is_right, finding, expected in (
+        (are_numbers, f"r is {rank!r} and lora_alpha {alpha!r}", "two positive numbers"),
+        (are_names, f"target_modules is {str(targets)[:60]!r}", "a list of names of layers"),
+        (not others, used, ""),
+    ):
+        if not is_right:
+            hint = "merge the adapter into its model with peft, and pass the merged model"
+            raise InputError("model_load", str(path), finding, expected, hint)
+
+
 _UNSUPPORTED = (
     *("use_rslora", "use_dora", "use_qalora", "rank_pattern", "alpha_pattern", "modules_to_save"),
     *("exclude_modules", "layers_to_transform", "layer_replication", "target_parameters"),
     *("trainable_token_indices", "lora_bias", "fan_in_fan_out"),
 )
 """peft settings that change the output of an adapter, and that an audit does not support."""
-
-
-def _check_adapter(settings: dict[str, Any], path: Path) -> None:
-    """Check that an audit can apply an adapter with these settings."""
-    hint = "merge the adapter into its model with peft, and pass the merged model"
-    numbers = [settings.get(name) for name in ("r", "lora_alpha")]
-    if not all(isinstance(number, int | float) and number > 0 for number in numbers):
-        finding = f"r is {numbers[0]!r} and lora_alpha {numbers[1]!r}"
-        raise InputError("model_load", str(path), finding, "two positive numbers", hint)
-    targets = settings.get("target_modules")
-    if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
-        finding = f"target_modules is {str(targets)[:60]!r}"
-        raise InputError("model_load", str(path), finding, "a list of names of layers", hint)
-    others = [name for name in _UNSUPPORTED if settings.get(name)]
-    others += ["bias"] * (settings.get("bias", "none") not in {None, "none"})
-    if others:
-        finding = f"the adapter uses {', '.join(others)}, which an audit cannot apply"
-        raise InputError("model_load", str(path), finding, hint=hint)
 
 
 def defaults_of(candidates: Sequence[Candidate]) -> SamplingDefaults:
@@ -191,23 +190,6 @@ def context_tokens(candidate: Candidate) -> int | None:
     return limit if isinstance(limit, int) else None
 
 
-def _is_model(path: Path) -> bool:
-    if (path / CONFIG).is_file():
-        return True
-    has_weights = any(path.glob("*.safetensors")) or any(path.glob("*.bin"))
-    return (path / "config.json").is_file() and has_weights
-
-
-def _number(path: Path) -> int | None:
-    name = _NUMBERED.fullmatch(path.resolve().name)
-    if not name or (name[1] != "version" and _is_within_iteration(path)):
-        return None
-    number = int(name[2])
-    if name[1] == "version":
-        return number
-    return _versions_by_step(path.resolve().parents[1]).get(number)
-
-
 def load_candidate(candidate: Candidate, *, device: torch.device, trees: bool) -> Policy:
     """Load the weights of a candidate for scoring, in float32; see `load_policy`.
 
@@ -217,7 +199,7 @@ def load_candidate(candidate: Candidate, *, device: torch.device, trees: bool) -
     path = str(candidate.base or candidate.path)
     policy = load_policy(path, logprob_chunk_tokens=CHUNK_TOKENS, trees=trees)
     if candidate.base is not None:
-        settings: dict[str, Any] = json.loads((candidate.path / CONFIG).read_text("utf-8"))
+        settings = _read_object(candidate.path / CONFIG)
         adapter = ModelConfig(
             lora_rank=settings["r"],
             lora_alpha=settings["lora_alpha"],
