@@ -71,11 +71,15 @@ def audit(
 
     with requires_extra("train", "rollouts audit"):
         from trainer.forensics.audit.audit import run_audit
-        from trainer.forensics.audit.candidates import defaults_of, find_candidates
-        from trainer.forensics.audit.forward import Weights, num_distinct_tokens
         from trainer.forensics.audit.prompts import PromptVariants
         from trainer.forensics.audit.report import screen, summary
         from trainer.forensics.audit.rows import read_audit_rows
+        from trainer.forensics.audit.weights import (
+            Weights,
+            defaults_of,
+            find_candidates,
+            num_distinct_tokens,
+        )
 
     candidates = find_candidates(weights, base)
     metadata = read_metadata(dataset)

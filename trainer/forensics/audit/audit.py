@@ -18,15 +18,14 @@ import pyarrow as pa
 
 from schemas.forensics import NO_FAULT, VERDICT_COLUMNS
 from schemas.metadata import LogprobsMode
-from trainer.forensics.audit.candidates import Candidate, context_tokens
 from trainer.forensics.audit.causes import describe
 from trainer.forensics.audit.explanations import Search
-from trainer.forensics.audit.forward import Weights, num_distinct_tokens
 from trainer.forensics.audit.hypotheses import Span, labelled
 from trainer.forensics.audit.judge import Fit, Judge, best_residuals, likely_mode
 from trainer.forensics.audit.noise import FLOOR, Noise, Residuals, fit_noise
 from trainer.forensics.audit.prompts import PromptVariants
 from trainer.forensics.audit.rows import KEYS, NO_WEIGHTS, OFF, TOO_LONG, AuditRows, Truncation
+from trainer.forensics.audit.weights import Candidate, Weights, context_tokens, num_distinct_tokens
 
 SAMPLE_ROWS = 24
 """Maximum number of rows that are forwarded under all candidates, to compare the candidates."""

@@ -9,9 +9,9 @@ import polars as pl
 
 from schemas.errors import count
 from schemas.forensics import NO_FAULT
-from trainer.forensics.audit.candidates import Candidate
 from trainer.forensics.audit.judge import DECIDED
 from trainer.forensics.audit.rows import OFF
+from trainer.forensics.audit.weights import Candidate
 
 MOST = 0.95
 """If at least this fraction of rows has a fault, the fault is reported as affecting all rows."""

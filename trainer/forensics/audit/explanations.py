@@ -15,15 +15,14 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 import torch
-from torch import Tensor
 
 from pipelines.tables import ROUTING
-from trainer.forensics.audit.forward import Weights
 from trainer.forensics.audit.hypotheses import Span, labelled
 from trainer.forensics.audit.judge import PENALTY, UNRELATED_FACTOR, Fit, Judge
 from trainer.forensics.audit.prompts import PromptVariants
 from trainer.forensics.audit.rows import AuditRows, to_audit_rows
 from trainer.forensics.audit.scores import TokenScores
+from trainer.forensics.audit.weights import Weights
 from trainer.models.policy import Policy
 
 TRIED_ROWS = 8
@@ -91,40 +90,38 @@ class Search:
         self, cause: str, label: int, numbers: list[int], policy: Policy, prompts_of: PromptsOf
     ) -> None:
         """Replace the verdicts of spans that another prompt or precision (`cause`) explains better."""
-        rows, table, row_of = self.rows, self.rows.table, self.rows.spans[:, 0]
-        if cause == PROMPT:  # recorded experts belong to the stored prompt's tokens
-            table = table.drop(ROUTING, strict=False)
+        rows, row_of = self.rows, self.rows.spans[:, 0]
+        # Recorded experts belong to the stored prompt's tokens.
+        table = rows.table.drop([ROUTING] * (cause == PROMPT), strict=False)
         messages = table["messages"] if "messages" in table.columns else [None] * len(table)
         by_scale = sorted(numbers, key=lambda number: self.verdicts[number].scale)
         origins = list(dict.fromkeys(row_of[by_scale].tolist()))
         tried = origins[:: -(-len(origins) // TRIED_ROWS)]
         helpful: set[str] | None = None
         for part in (tried, [row for row in origins if row not in tried]):
+            prompts = {
+                row: prompts_of(rows.prompts.row(row).tolist(), messages[row]) for row in part
+            }
             copies = [
-                (row, name, prompt)
-                for row in part
-                for name, prompt in prompts_of(
-                    rows.prompts.row(row).tolist(), messages[row]
-                ).items()
+                (row, name)
+                for row, variants in prompts.items()
+                for name in variants
                 if helpful is None or name in helpful
             ]
             helpful = set()
             if not copies:
                 return
-            origin, names, prompts = map(list, zip(*copies, strict=True))
-            prompt = pl.Series(prompts, dtype=table.schema["prompt_token_ids"])
-            changed = table[origin].with_columns(prompt_token_ids=prompt)
+            prompt = [prompts[row][name] for row, name in copies]
+            changed = table[[row for row, _ in copies]].with_columns(
+                prompt_token_ids=pl.Series(prompt, dtype=table.schema["prompt_token_ids"])
+            )
             copied = to_audit_rows(changed, rows.mode, rows.defaults)
             scores = self.weights.score(label, copied, np.arange(len(copies)), policy)
             # The spans of a copy are those of its row, in the same order.
-            of_copies = [
-                (n, at) for at in range(len(origin)) for n in np.flatnonzero(row_of == origin[at])
-            ]
-            for (number, at), of_copy in zip(of_copies, scores.values(), strict=True):
-                if number in numbers and self._replaces(
-                    cause, int(number), label, of_copy, names[at]
-                ):
-                    helpful.add(names[at])
+            spans = [(n, name) for row, name in copies for n in np.flatnonzero(row_of == row)]
+            for (number, name), of_copy in zip(spans, scores.values(), strict=True):
+                if number in numbers and self._replaces(cause, int(number), label, of_copy, name):
+                    helpful.add(name)
 
     def _replaces(
         self, cause: str, number: int, label: int, scores: TokenScores, name: str
@@ -176,30 +173,29 @@ class Search:
 
 @torch.no_grad()
 def rounded(policy: Policy, precision: str) -> Policy:
-    """Return a copy of a policy with weights rounded to one of `PRECISIONS`."""
-    policy = copy.deepcopy(policy)
+    """Return a copy of a policy with weights rounded to one of `PRECISIONS`.
+
+    8-bit precisions round matrices, with one scale for each of their rows.
+    """
+    policy, kind = copy.deepcopy(policy), PRECISIONS[precision]
     ends = (policy.model.get_output_embeddings(), policy.model.get_input_embeddings())
-    is_end = {id(layer.weight) for layer in ends}
+    kept = {id(layer.weight) for layer in ends if precision.endswith("except embeddings")}
     for weights in policy.parameters():
-        if not (precision.endswith("except embeddings") and id(weights) in is_end):
-            weights.copy_(PRECISIONS[precision](weights))
+        if kind.itemsize > 1:
+            weights.copy_(weights.to(kind))
+        elif weights.ndim == 2 and id(weights) not in kept:
+            largest = torch.iinfo(kind).max if kind == torch.int8 else torch.finfo(kind).max
+            step = (weights.abs().amax(1, keepdim=True) / largest).clamp(min=1e-12)
+            scaled = weights / step
+            scaled = scaled.round() if kind == torch.int8 else scaled
+            weights.copy_(scaled.to(kind).float() * step)
     return policy
 
 
-def _in_8_bits(weights: Tensor, largest: float, round_: Callable[[Tensor], Tensor]) -> Tensor:
-    """Round a matrix with one scale for each of its rows."""
-    if weights.ndim != 2:
-        return weights
-    step = (weights.abs().amax(1, keepdim=True) / largest).clamp(min=1e-12)
-    return round_(weights / step) * step
-
-
-PRECISIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "bfloat16": lambda weights: weights.bfloat16().float(),
-    "float16": lambda weights: weights.half().float(),
-    "8-bit integers": lambda weights: _in_8_bits(weights, 127.0, torch.round),
-    "8-bit integers except embeddings": lambda weights: _in_8_bits(weights, 127.0, torch.round),
-    "8-bit floats except embeddings": lambda weights: _in_8_bits(
-        weights, 448.0, lambda scaled: scaled.to(torch.float8_e4m3fn).float()
-    ),
+PRECISIONS = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "8-bit integers": torch.int8,
+    "8-bit integers except embeddings": torch.int8,
+    "8-bit floats except embeddings": torch.float8_e4m3fn,
 }

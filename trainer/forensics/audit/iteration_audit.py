@@ -15,11 +15,10 @@ from schemas.errors import InputError, RolloutError, count
 from schemas.forensics import AUDIT
 from trainer.distributed.sharding import is_sharded
 from trainer.forensics.audit.audit import AuditResult, run_audit
-from trainer.forensics.audit.candidates import Candidate
 from trainer.forensics.audit.causes import likely_causes
-from trainer.forensics.audit.forward import Weights
 from trainer.forensics.audit.noise import Residuals
 from trainer.forensics.audit.rows import read_steps, to_audit_rows
+from trainer.forensics.audit.weights import Candidate, Weights
 from trainer.models.lora import CONFIG
 from trainer.models.policy import Policy
 from trainer.rl.config import RlConfig

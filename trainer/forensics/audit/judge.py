@@ -95,8 +95,8 @@ class Judge:
         prior = 0.0 if is_noise else 0.5 * (np.log(scales[:, 0]) / SPREAD) ** 2
         totals = density.sum(1) - prior + hypothesis.bonus
         best = int(np.argmax(totals))
-        fit = Fit(hypothesis.kind, hypothesis, residuals, density[best], float(totals[best]), 1.0)
-        return fit._replace(scale=float(scales[best, 0]))
+        total, scale = float(totals[best]), float(scales[best, 0])
+        return Fit(hypothesis.kind, hypothesis, residuals, density[best], total, scale)
 
     def noisy(self, span: Span, fit: Fit) -> Fit:
         """Fit the same weights again, with larger noise than the engine has."""
@@ -107,28 +107,24 @@ class Judge:
 
     def __call__(self, span: Span) -> Fit:
         """Compare all hypotheses for a span, and return the verdict."""
-        careful = self.noise.caution * PENALTY
+        caution = self.noise.caution
+        of_version = caution * (PENALTY + log(max(len(span.scores) - 1, 1)))
         versions = [
             self.fit(span, labelled(span, weights))
             if span.label in {None, weights}
-            else self.fit(
-                span,
-                labelled(span, weights, "version"),
-                careful + self.noise.caution * log(max(len(span.scores) - 1, 1)),
-            )
+            else self.fit(span, labelled(span, weights, "version"), of_version)
             for weights in span.scores
         ]
         first = max(versions, key=lambda fit: fit.total)
         label = next((fit for fit in versions if fit.weights == span.label), first)
         fits = [*versions, *self._settings(span, label.weights, PENALTY)]
-        default = fits[-1] if span.is_assumed else label
+        default = fits[-1] if span.is_assumed else label  # see `SETTINGS`
         if first is not label:
-            fits += self._settings(span, first.weights, PENALTY + careful)
+            fits += self._settings(span, first.weights, PENALTY + caution * PENALTY)
         if len(versions) > 1 and len(span.stored) > 1:
             swapped = swap(span, self.noise)
-            fits.append(
-                self.fit(span, swapped, careful + (careful / PENALTY - 1) * swapped.penalty)
-            )
+            penalty = caution * (PENALTY + swapped.penalty)
+            fits.append(self.fit(span, swapped._replace(penalty=penalty)))
         best = max(fits, key=lambda fit: fit.score)
         # Rounding reverts part of a small update, so an earlier version may be slightly closer.
         noisy = max((self.noisy(span, fit) for fit in versions), key=lambda fit: fit.score)
@@ -140,10 +136,8 @@ class Judge:
         if best.kind == "temperature" and isnan(span.temperature):  # no label to contradict
             kind = "as_labelled" if best.weights == label.weights else "version"
             best = default if default.score > label.score else best._replace(kind=kind)
-        if (
-            best.total - label.total - max((best.per_token - label.per_token).max(), 0)
-            <= PENALTY / 2
-        ):
+        most = max(float((best.per_token - label.per_token).max()), 0.0)
+        if best.total - label.total - most <= PENALTY / 2:
             best = label  # the evidence rests on a single token
         return self._with_evidence(span, best, label, default, versions)
 
@@ -173,12 +167,11 @@ class Judge:
 
     def _against_others(self, fit: Fit) -> float:
         """Return the log-likelihood ratio between a fit and weights as far apart as two candidates."""
-        residuals = fit.residuals
-        other = np.hypot(
-            fit.scale, self.noise.apart * residuals.sensitivity / self.noise.sigma(residuals)
-        )
-        density = (self.noise.log_density(residuals, scale) for scale in (fit.scale, other))
-        return float(np.subtract(*density).sum())
+        residuals, noise = fit.residuals, self.noise
+        other = noise.apart * residuals.sensitivity / noise.sigma(residuals)
+        scales = (fit.scale, np.hypot(fit.scale, other))
+        own, of_others = (noise.log_density(residuals, scale).sum() for scale in scales)
+        return float(own - of_others)
 
     def is_unrelated(self, fit: Fit) -> bool:
         """True if differences are too large for another precision of the same weights."""

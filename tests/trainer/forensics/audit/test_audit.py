@@ -20,9 +20,8 @@ from tests.helpers.audit_helpers import Request, prompt_of, row, sample, save_ve
 from tests.helpers.trainer_helpers import write_dataset
 from tests.helpers.view_helpers import Asked
 from trainer.forensics.audit.audit import run_audit
-from trainer.forensics.audit.candidates import find_candidates
-from trainer.forensics.audit.forward import Weights
 from trainer.forensics.audit.rows import read_audit_rows
+from trainer.forensics.audit.weights import Weights, find_candidates
 
 TEMPERATURE, LENGTH = 0.7, 40
 USUAL = Sampling(temperature=TEMPERATURE)

@@ -14,9 +14,8 @@ from schemas.forensics import NO_FAULT
 from tests.helpers.audit_helpers import Request, prompt_of, row, sample, save_versions, tiny_models
 from tests.helpers.trainer_helpers import write_dataset
 from trainer.forensics.audit.audit import run_audit
-from trainer.forensics.audit.candidates import find_candidates
-from trainer.forensics.audit.forward import Weights
 from trainer.forensics.audit.rows import TOO_LONG, read_audit_rows
+from trainer.forensics.audit.weights import Weights, find_candidates
 
 MODELS = tiny_models(3, 0.2, initializer_range=0.3)
 EXACT = 1e-5

@@ -17,8 +17,6 @@ from tests.helpers.audit_helpers import Request, prompt_of, row, sample, tiny_mo
 from tests.helpers.trainer_helpers import VOCAB, plain_logprobs, tiny_llama
 from trainer.config.sections import ModelConfig
 from trainer.engine.token_sampling import sampled_distribution
-from trainer.forensics.audit.candidates import Candidate, find_candidates, load_candidate
-from trainer.forensics.audit.forward import Weights, num_distinct_tokens
 from trainer.forensics.audit.hypotheses import Span
 from trainer.forensics.audit.judge import Judge
 from trainer.forensics.audit.noise import CAUTION, Noise, Residuals, fit_noise
@@ -26,6 +24,13 @@ from trainer.forensics.audit.rows import to_audit_rows
 from trainer.forensics.audit.scores import (
     TRUNCATIONS,
     score_tokens,
+)
+from trainer.forensics.audit.weights import (
+    Candidate,
+    Weights,
+    find_candidates,
+    load_candidate,
+    num_distinct_tokens,
 )
 from trainer.models.lora import add_adapter, save_model
 from trainer.models.policy import Policy, load_policy

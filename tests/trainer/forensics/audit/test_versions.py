@@ -9,9 +9,8 @@ from rollout_io.dataset.row_digests import with_stored_digest
 from tests.helpers.audit_helpers import Request, prompt_of, row, sample, save_versions, tiny_models
 from tests.helpers.trainer_helpers import write_dataset
 from trainer.forensics.audit.audit import run_audit
-from trainer.forensics.audit.candidates import find_candidates
-from trainer.forensics.audit.forward import Weights
 from trainer.forensics.audit.rows import read_audit_rows
+from trainer.forensics.audit.weights import Weights, find_candidates
 
 SWAP = 25
 
