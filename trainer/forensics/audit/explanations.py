@@ -10,7 +10,6 @@ import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import polars as pl
@@ -42,14 +41,6 @@ PromptsOf = Callable[[list[int], str | None], Mapping[str, list[int]]]
 """Maps a prompt and its messages to the prompts to try, by name."""
 
 
-class Rounding(NamedTuple):
-    """Effect of rounding the weights on a span."""
-
-    gain: float  # in log-likelihood, nats; both fits use the best larger noise
-    residual: float  # typical scale of the differences from the unrounded weights
-    change: float  # typical scale of the differences between rounded and unrounded weights
-
-
 @dataclass(slots=True)
 class Search:
     """A search for the causes of faults that no candidate explains; it replaces `verdicts`."""
@@ -59,7 +50,9 @@ class Search:
     verdicts: dict[int, Fit]
     judge: Judge
     weights: Weights
-    roundings: dict[str, list[Rounding]] = field(default_factory=dict)  # by precision
+    # Of spans, by precision: the log-likelihood that rounding the weights gains with the best larger
+    # noise, and the scales of the differences from unrounded weights, and between both weights.
+    roundings: dict[str, list[tuple[float, float, float]]] = field(default_factory=dict)
 
     def run(self, variants: PromptVariants | None) -> None:
         """Try to explain every span whose verdict names no cause."""
@@ -140,7 +133,7 @@ class Search:
                 plain = judge.noisy(span, judge.fit(span, labelled(span, label)))
                 change = noisy.hypothesis.predicted - plain.hypothesis.predicted
                 scale = plain.residuals._replace(difference=change).scale
-                rounding = Rounding(noisy.total - plain.total, plain.residuals.scale, scale)
+                rounding = (noisy.total - plain.total, plain.residuals.scale, scale)
                 self.roundings.setdefault(cause, []).append(rounding)
             fit = max(fit, noisy, key=lambda one: one.total)
         gain = fit.total - verdict.total
@@ -161,8 +154,8 @@ class Search:
         usual = self.judge.noise.kappa
         limit = UNRELATED_FACTOR * usual
         for roundings in self.roundings.values():
-            change = float(np.median([one.change for one in roundings]))
-            gain = sum(one.gain for one in roundings if one.residual <= MOST_COMPUTED * change)
+            change = float(np.median([change for *_, change in roundings]))
+            gain = sum(gain for gain, scale, _ in roundings if scale <= MOST_COMPUTED * change)
             if usual <= LEAST_COMPUTED * change and gain >= PENALTY:
                 limit = max(limit, MOST_COMPUTED * change)
         for number, verdict in self.verdicts.items():

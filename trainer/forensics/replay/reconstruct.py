@@ -64,15 +64,10 @@ class RecordedRun:
         }
         if update in index_of:
             return index_of[update]
-        finding = f"no update {update}"
-        where, expected = (
-            str(self.path / "metrics.jsonl"),
-            f"an update from 1 to {max(index_of, default=0)}",
-        )
-        if not index_of:
-            text = f"{where}: the run has not made an update yet."
-            raise InputError("replay_update", where, finding, message=text)
-        raise InputError("replay_update", where, finding, expected)
+        where, finding = str(self.path / "metrics.jsonl"), f"no update {update}"
+        expected = f"an update from 1 to {max(index_of, default=0)}"
+        none = None if index_of else f"{where}: the run has not made an update yet."
+        raise InputError("replay_update", where, finding, expected, message=none)
 
     def dataset_of(self, iteration: int) -> Path:
         """Return the dataset of an iteration of `rollouts rl`, counted from 0."""
@@ -169,10 +164,7 @@ def _check_places(config: TrainConfig, file: str, *, is_loop: bool) -> None:
         is_local = path is not None and "://" not in path and not set(path) & set("*?[")
         if is_local and not Path(path).exists():
             finding = f"the run's {key}, {path}, does not exist"
-            hint = (
-                f"pass --set {key}=PATH if it has moved, or run the command in the directory in"
-                " which the run was started"
-            )
+            hint = f"pass --set {key}=PATH if it has moved, or run the command in the directory in which the run was started"
             raise ConfigError("replay_place", file, finding, hint=hint)
 
 
@@ -238,9 +230,7 @@ def reconstruct(
 
     Example:
         >>> before = reconstruct("run", 12)  # doctest: +SKIP
-        >>> metrics = make_update(
-        ...     before.run, before.step, before.progress
-        ... ).metrics  # doctest: +SKIP
+        >>> made = make_update(before.run, before.step, before.progress)  # doctest: +SKIP
     """
     recorded = read_recorded(Path(run), places).at(update)
     target = recorded.index_of(update)
@@ -286,9 +276,8 @@ def reconstruct(
         if not recorded.num_iterations:
             finding = f"the run has {count(progress.num_mini_batches, 'mini-batch', 'es')}"
             expected = f"at least {target + 1}, as in metrics.jsonl"
-            raise InputError(
-                "resume_dataset", part.config.data.dataset, finding, expected, ORIGINAL
-            )
+            where = part.config.data.dataset
+            raise InputError("resume_dataset", where, finding, expected, ORIGINAL)
 
 
 def iteration_of(recorded: RecordedRun, run: Run) -> dict[str, int]:
@@ -332,7 +321,7 @@ def _check_skipped(
     if then == now:
         return
     which = f"the mini-batch after update {line['global_step'] - (not then)}"
-    finding = f"the run skipped {which}" if then else f"the run did not skip {which}"
-    finding += ", but now it is not skipped" if then else ", but now it is skipped"
+    ran, now_ = ("skipped", "is not skipped") if then else ("did not skip", "is skipped")
+    finding = f"the run {ran} {which}, but now it {now_}"
     hint = "replay on the machine of the run, with the same versions of its packages"
     raise InputError("replay_skipped", str(recorded.path), finding, hint=hint)

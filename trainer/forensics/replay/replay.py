@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -116,18 +117,12 @@ def replay(
     with Bar(update, "updates", f"replaying update {update}", done=num_made) as bar:
         passes = Forwarding(bar, num_planned=update, num_made=num_made)
         with ticking(passes):
-            before = reconstruct(
-                path,
-                update,
-                places=places,
-                at_batch=batch.prepare if batch else None,
-                passes=passes,
-            )
+            prepare = batch.prepare if batch else None
+            before = reconstruct(path, update, places=places, at_batch=prepare, passes=passes)
             is_changed = bool(settings or without)
             first = _paused(before.run) if is_changed else before.run
-            with torch.random.fork_rng(
-                enabled=is_changed
-            ):  # clip_cov draws the same numbers in both
+            # clip_cov draws the same numbers in both updates.
+            with torch.random.fork_rng(enabled=is_changed):
                 result = make_update(first, before.step, before.progress, passes)
             passes.end_update(stepped=not result.metrics["skipped"])
             run_after, changed = before.run, None
@@ -176,22 +171,18 @@ class Forwarding(Passes):
         self._main.update(int(stepped))
 
 
-class _Paused:
-    """An optimizer that clears the gradient but never steps."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.zero_grad, self.param_groups = optimizer.zero_grad, optimizer.param_groups
-
-    def step(self) -> None:
-        """Leave the weights unchanged."""
-
-
 def _paused(run: Run) -> Run:
-    """Return a copy of the run whose optimizers leave models and optimizer states unchanged."""
-    optimizers: list[Any] = [
-        optimizer and _Paused(optimizer) for optimizer in (run.optimizer, run.critic_optimizer)
-    ]
-    return dataclasses.replace(run, optimizer=optimizers[0], critic_optimizer=optimizers[1])
+    """Return a copy of the run whose optimizers clear the gradient but never step."""
+
+    def paused(optimizer: torch.optim.Optimizer) -> Any:
+        names = ("zero_grad", "param_groups")
+        kept = {name: getattr(optimizer, name) for name in names}
+        return SimpleNamespace(**kept, step=lambda: None)
+
+    critic = run.critic_optimizer
+    return dataclasses.replace(
+        run, optimizer=paused(run.optimizer), critic_optimizer=critic and paused(critic)
+    )
 
 
 def _compared(
@@ -236,20 +227,16 @@ def _notes(before: Reconstruction) -> Iterator[str]:
     out, update = before.recorded.path, before.update
     start, here = start_of(out, update), this_machine(before.run.accelerator)
     if not start:
-        yield (
-            "the run did not record its number of threads; if it was not"
-            f" {here['num_threads']}, set OMP_NUM_THREADS"
-        )
-    different = [key for key in MACHINE if key in start and start[key] != here[key]]
-    for key in different:
+        unless = f"if it was not {here['num_threads']}, set OMP_NUM_THREADS"
+        yield f"the run did not record its number of threads; {unless}"
+    for key in [key for key in MACHINE if key in start and start[key] != here[key]]:
         yield f"{key} is {here[key]}, but was {start[key]} in the run"
     if here["device"].partition(" ")[0] != "CPU":
         yield f"results on {here['device']} are not reproducible bit for bit"
     first = before.progress.global_step - len(before.forwarded) + 1
     starts = [start_of(out, step) for step in range(max(first, 1), update + 1)]
     for key in CHANGING if starts_of(out) else ():
-        values = {one.get(key) for one in starts}
-        if len(values) > 1:
+        if len({one.get(key) for one in starts}) > 1:
             yield f"{key} was changed by --resume between updates {first} and {update}"
 
 
@@ -268,11 +255,10 @@ def refuse_several_processes(verb: str) -> None:
 
 def _refuse_taken(out: Path, run: Path) -> None:
     """Refuse an output directory that exists or is inside the run."""
-    if out.exists() or out.is_symlink():
-        finding, hint = "the output path already exists", "choose a different --out, or remove it"
-        raise InputError("out_is_free", str(out), finding, hint=hint)
-    if out.resolve().is_relative_to(run.resolve()):
+    finding, hint = "the output path already exists", "choose a different --out, or remove it"
+    if is_inside := out.resolve().is_relative_to(run.resolve()):
         finding, hint = "the output path is inside the run", "choose a directory outside the run"
+    if is_inside or out.exists() or out.is_symlink():
         raise InputError("out_is_free", str(out), finding, hint=hint)
 
 
