@@ -29,6 +29,8 @@ from trainer.forensics.audit.weights import Candidate, Weights, context_tokens, 
 
 SAMPLE_ROWS = 24
 """Maximum number of rows that are forwarded under all candidates, to compare the candidates."""
+LEARNT = 500
+"""Number of spans, spread over the first chunk, from which the noise is estimated."""
 UNKNOWN, MISSING = -1, -2
 """Labels of rows without a version, and of rows whose weights are not among the candidates."""
 SCHEMA = pl.Schema({c.name: pl.Series(pa.array([], c.type)).dtype for c in VERDICT_COLUMNS})
@@ -167,11 +169,12 @@ def _learn(
     clean: Sequence[Residuals],
 ) -> None:
     """Estimate the noise, the kind of log-probabilities, and the distances of the candidates."""
+    some = spans[:: len(spans) // LEARNT + 1]
     result.mode_is_inferred = mode is None
-    inferred = likely_mode(spans) if mode is None else (mode, 0)
+    inferred = likely_mode(some) if mode is None else (mode, 0)
     result.mode, result.num_mode_tokens = inferred
     compared = [span for span in spans if len(span.scores) == len(result.candidates)]
-    noise = fit_noise([*clean, *map(best_residuals, spans)])
+    noise = fit_noise([*clean, *map(best_residuals, some)])
     if not noise.num_tokens:  # rows outside the sample do not fit their labels
         noise = fit_noise([best_residuals(span) for span in compared])
     likes = [dataclasses.replace(span, is_raw=result.mode == "raw") for span in compared]

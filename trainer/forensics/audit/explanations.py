@@ -89,7 +89,7 @@ class Search:
         messages = table["messages"] if "messages" in table.columns else [None] * len(table)
         by_scale = sorted(numbers, key=lambda number: self.verdicts[number].scale)
         origins = list(dict.fromkeys(row_of[by_scale].tolist()))
-        tried = origins[:: -(-len(origins) // TRIED_ROWS)]
+        wanted, tried = set(numbers), origins[:: -(-len(origins) // TRIED_ROWS)]
         helpful: set[str] | None = None
         for part in (tried, [row for row in origins if row not in tried]):
             prompts = {
@@ -113,7 +113,7 @@ class Search:
             # The spans of a copy are those of its row, in the same order.
             spans = [(n, name) for row, name in copies for n in np.flatnonzero(row_of == row)]
             for (number, name), of_copy in zip(spans, scores.values(), strict=True):
-                if number in numbers and self._replaces(cause, int(number), label, of_copy, name):
+                if number in wanted and self._replaces(cause, int(number), label, of_copy, name):
                     helpful.add(name)
 
     def _replaces(
