@@ -202,27 +202,18 @@ def counted(labels: pl.DataFrame) -> pl.DataFrame:
 def measure(out: Path, arguments: argparse.Namespace) -> None:
     """Audit every dataset, and print how often the verdicts agree with the labels."""
     labels = pl.read_parquet(out / "labels.parquet")
-    joined: dict[str, list[pl.DataFrame]] = {"full": [], "first pass": []}
+    joined = []
     for name in [name for name in arguments.datasets if (out / "data" / name).exists()]:
-        run = out / ("lora_run" if name == "adapter" else "run")
-        passes = {"full": [], "first pass": ["--first-pass", "0.1"]}
-        for how, options in list(passes.items())[: 2 if name == "steps" else 1]:
-            verdicts = audited(out, name, run, how.replace(" ", "_"), arguments, options)
-            own = labels.filter(
-                pl.col("trajectory_id").is_in(verdicts["trajectory_id"].to_list()), dataset=name
-            )
-            joined[how].append(compared(own, verdicts).with_columns(dataset=pl.lit(name)))
-    spans = pl.concat(joined["full"])
+        verdicts = audited(out, name, out / ("lora_run" if name == "adapter" else "run"), arguments)
+        is_audited = pl.col("trajectory_id").is_in(verdicts["trajectory_id"].to_list())
+        own = labels.filter(is_audited, dataset=name)
+        joined.append(compared(own, verdicts).with_columns(dataset=pl.lit(name)))
+    spans = pl.concat(joined)
     for (name,), part in spans.group_by("dataset", maintain_order=True):
         print(f"\n== {name}")
         report(part)
     print("\n== steps, merged and adapter (float32, processed)")
     report(spans.filter(pl.col("dataset").is_in(["steps", "merged", "adapter"])))
-    if joined["first pass"]:
-        print(
-            "\n== first pass that scores 10% of the sampled tokens: fraction of faulty rows found"
-        )
-        print(table_text(found_by_fault(pl.concat(joined["first pass"]))))
     wrong = spans.filter(~pl.col("is_right"), pl.col("num_tokens") >= 20)
     wrong.select(*SHOWN).write_csv(out / "wrong.csv")
     print(f"\n{len(wrong)} spans of at least 20 tokens with a wrong verdict: {out / 'wrong.csv'}")
@@ -237,36 +228,26 @@ SHOWN = (
 )
 
 
-def audited(
-    out: Path, name: str, run: Path, how: str, arguments: argparse.Namespace, options: Sequence[str]
-) -> pl.DataFrame:
+def audited(out: Path, name: str, run: Path, arguments: argparse.Namespace) -> pl.DataFrame:
     """Run `rollouts audit`, print its cost, and return its verdicts."""
     folder = out / "verdicts"
     folder.mkdir(exist_ok=True)
-    path = folder / f"{name}_{how}.parquet"
+    path = folder / f"{name}.parquet"
     data = out / "data" / name
     if arguments.trajectories is not None:
         data = subset(data, out / "subsets" / name, arguments.trajectories)
     command = [sys.executable, "-m", "rollout_io", "audit", str(data), "--weights", str(run)]
     command += ["--tokenizer", str(out / "model"), "--out", str(path)]
     began = time.monotonic()
-    done = subprocess.run([*command, "--json", *options], capture_output=True, text=True)
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True)
     wall_s = time.monotonic() - began
     if done.returncode not in {0, 1} or not done.stdout:
         raise RuntimeError(done.stderr)
     summary = json.loads(done.stdout)
-    (folder / f"{name}_{how}.json").write_text(json.dumps(summary, indent=1))
-    said = [line for line in done.stderr.splitlines() if "tokens to forward" in line]
+    (folder / f"{name}.json").write_text(json.dumps(summary, indent=1))
     cost = summary["cost"]
     forwarded = f"{cost['num_forwarded_tokens']:,} tokens forwarded"
-    print(f"{name}, {how}: {forwarded} = {cost['share']:.3f} of candidates x distinct tokens")
-    print(f"  estimate: {said[0] if said else 'none'}")
-    first, sampled = cost["num_first_scored_tokens"], cost["num_sampled_tokens"]
-    planned = cost["num_planned_first_tokens"] / max(cost["num_forwarded_tokens"], 1)
-    print(
-        f"  first pass: {first:,} of {sampled:,} sampled tokens scored = {first / sampled:.3f};"
-        f" {cost['num_planned_first_tokens']:,} tokens forwarded with the sample = {planned:.3f} of all"
-    )
+    print(f"{name}: {forwarded} = {cost['share']:.3f} of candidates x distinct tokens")
     print(f"  {cost['seconds']:.0f} s of forwarding, {wall_s:.0f} s in all", flush=True)
     return pl.read_parquet(path)
 
@@ -286,7 +267,7 @@ def compared(labels: pl.DataFrame, verdicts: pl.DataFrame) -> pl.DataFrame:
     """Join verdicts with labels, and add columns that grade each verdict.
 
     `is_right`: the verdict names the planted fault and its parameters; `is_placed`: a swap is
-    located within two tokens; `is_found`: any fault is reported.
+    located within two tokens.
     """
     names = [name for name in verdicts.columns if name not in labels.columns]
     keys = ["trajectory_id", "step_index"]
@@ -313,11 +294,9 @@ def compared(labels: pl.DataFrame, verdicts: pl.DataFrame) -> pl.DataFrame:
         .otherwise(kind == fault.replace(KINDS))
     )
     is_placed = (pl.col("swap_position") - pl.col("position")).abs() <= 2
-    is_found = ~kind.is_in([*NO_FAULT, "not_checked"])
     return found.with_columns(
         is_right=is_right.fill_null(value=False),
         is_placed=is_placed.fill_null(value=False),
-        is_found=is_found.fill_null(value=False),
     )
 
 
@@ -367,17 +346,6 @@ def _confusion(spans: pl.DataFrame) -> pl.DataFrame:
     wide = counts.pivot("kind", index="fault", values="len").fill_null(0).sort("fault")
     right = spans.group_by("fault").agg(pl.col("is_right").mean().round(3).alias("right"))
     return wide.join(right, on="fault")
-
-
-def found_by_fault(spans: pl.DataFrame) -> pl.DataFrame:
-    """Count the faulty spans for which the audit reports any fault."""
-    aggregated = spans.filter(pl.col("fault") != "clean").group_by("dataset", "fault")
-    found = aggregated.agg(pl.len().alias("spans"), pl.col("is_found").sum().alias("found"))
-    total = found.select(
-        dataset=pl.lit("all"), fault=pl.lit("all"), spans=pl.sum("spans"), found=pl.sum("found")
-    )
-    shares = pl.concat([found.sort("dataset", "fault"), total], how="vertical_relaxed")
-    return shares.with_columns(share=(pl.col("found") / pl.col("spans")).round(3))
 
 
 def _arguments(given: Sequence[str] | None = None) -> argparse.Namespace:

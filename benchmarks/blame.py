@@ -31,9 +31,8 @@ from trainer.batch import Batch, to_batch
 from trainer.batches.forest import Forest
 from trainer.batches.packing import chain_forests
 from trainer.config.train_config import load_config
-from trainer.forensics.blame.blame import attribute
-from trainer.forensics.blame.gradients import inner_products, norm, row_gradients
-from trainer.forensics.blame.shares import outlier_scores, traits
+from trainer.forensics.blame.blame import attribute, outlier_scores, traits
+from trainer.forensics.blame.gradients import linearize, norm
 from trainer.forensics.replay.reconstruct import Reconstruction, reconstruct
 from trainer.loss import policy_logprobs
 from trainer.models.policy import Policy, load_policy
@@ -230,14 +229,15 @@ def _all_updates(policy: Policy, pool: Pool, arguments: argparse.Namespace) -> l
         batch, poisoned = _poisoned(policy, pool, kind, rng, num_rows)
         start = time.perf_counter()
         learner, forests = _learner(policy), _forests(batch)
-        rows = row_gradients(learner, batch, forests)
-        products = inner_products(learner, batch, forests, rows.coefficients, rows.gradient)
+        update = linearize(learner, batch, forests)
+        norms, total = update.gradients()
+        products = update.products(total)
         row_of = batch.responses.row_of(np.arange(len(products)))
-        share = np.bincount(row_of, products.numpy()) / norm(rows.gradient) ** 2
-        of_rows = traits(rows, batch, share)
+        share = np.bincount(row_of, products) / norm(total) ** 2
+        of_rows = traits(update, norms, share)
         scores = np.max(list(outlier_scores(of_rows).values()), axis=0)
         place = int((scores > scores[poisoned]).sum()) + 1
-        by_norm = int((rows.norms > rows.norms[poisoned]).sum()) + 1
+        by_norm = int((norms > norms[poisoned]).sum()) + 1
         found.append(
             {
                 "kind": kind,
@@ -386,14 +386,14 @@ def _print_cost(found: Reconstruction, arguments: argparse.Namespace) -> None:
 
     for _ in range(arguments.rounds):
         timed("update", lambda: make_update(found.run, found.step, found.progress))
-        rows = timed("norms", lambda: row_gradients(learner, batch, forests))
-        shares = partial(inner_products, learner, batch, forests, rows.coefficients, rows.gradient)
-        timed("inner_products", shares)
+        update = linearize(learner, batch, forests)
+        _, total = timed("norms", update.gradients)
+        timed("inner_products", partial(update.products, total))
         timed("blame", lambda: attribute(found))
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     ratio = medians["blame"] / medians["update"]
     sizes = {
-        "rows": len(rows.rows),
+        "rows": len(update.rows),
         "groups": len(batch.group_names),
         "tokens": sum(forest.num_tokens for forest in forests),
         "targets": sum(forest.num_targets for forest in forests),

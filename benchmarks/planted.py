@@ -22,10 +22,8 @@ from pipelines.generation.engines.base import Sampling
 from tests.helpers.audit_helpers import Request, prompt_of, row, sample, save_versions, tiny_models
 from tests.helpers.trainer_helpers import write_dataset
 from trainer.forensics.audit.audit import run_audit
-from trainer.forensics.audit.candidates import find_candidates
-from trainer.forensics.audit.result import AuditSettings
 from trainer.forensics.audit.rows import read_audit_rows
-from trainer.forensics.audit.scores import Weights
+from trainer.forensics.audit.weights import Weights, find_candidates
 
 NUM_CLEAN, NUM_EACH, TEMPERATURE, FOREIGN = 24, 7, 0.7, 3
 KINDS = (
@@ -75,7 +73,7 @@ def audited(path: Path) -> pl.DataFrame:
     dataset = path / "ds"
     chunks = read_audit_rows(rollout_io.scan(dataset), rollout_io.read_metadata(dataset))
     weights = Weights(find_candidates([str(path / "weights")]), device=torch.device("cpu"))
-    return run_audit(chunks, weights, AuditSettings(), dataset=str(dataset)).verdicts
+    return run_audit(chunks, weights, dataset=str(dataset)).verdicts
 
 
 def graded(verdicts: pl.DataFrame, truth: pl.DataFrame) -> pl.DataFrame:

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import click
 
 from rollout_io.cli.datasets import dataset_argument
 from rollout_io.cli.output import emit_json, emit_styled, example, note, shown_log, warn
 from rollout_io.retokenize.local import about_other_tokenizer, tokenizer_directory
 from schemas.errors import InputError, count
-
-if TYPE_CHECKING:
-    from schemas.metadata import LogprobsMode
-    from trainer.forensics.audit.result import Plan
-    from trainer.forensics.audit.scores import Cost
 
 EXAMPLE = "rollouts audit run/rollouts/iteration_00005 --weights run --tokenizer smollm2/"
 
@@ -40,12 +33,6 @@ EXAMPLE = "rollouts audit run/rollouts/iteration_00005 --weights run --tokenizer
 @click.option("--base", metavar="DIR", help="Model directory for adapters.")
 @click.option("--out", metavar="FILE.parquet", help="Write the verdicts, one row per span.")
 @click.option(
-    "--logprobs-mode",
-    type=click.Choice(["raw", "processed"]),
-    help="Kind of the stored log-probabilities.  [default: as in the dataset's metadata]",
-)
-@click.option("--thorough", is_flag=True, help="Forward every row under every candidate.")
-@click.option(
     "--limit", type=click.IntRange(min=0), default=10, help="Maximum number of faults to list."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
@@ -56,8 +43,6 @@ def audit(
     tokenizer: str | None,
     base: str | None,
     out: str | None,
-    logprobs_mode: LogprobsMode | None,
-    thorough: bool,
     limit: int,
     as_json: bool,
 ) -> int:
@@ -86,12 +71,15 @@ def audit(
 
     with requires_extra("train", "rollouts audit"):
         from trainer.forensics.audit.audit import run_audit
-        from trainer.forensics.audit.candidates import defaults_of, find_candidates
         from trainer.forensics.audit.prompts import PromptVariants
-        from trainer.forensics.audit.report import estimate, screen, summary
-        from trainer.forensics.audit.result import AuditSettings
+        from trainer.forensics.audit.report import screen, summary
         from trainer.forensics.audit.rows import read_audit_rows
-        from trainer.forensics.audit.scores import Weights
+        from trainer.forensics.audit.weights import (
+            Weights,
+            defaults_of,
+            find_candidates,
+            num_distinct_tokens,
+        )
 
     candidates = find_candidates(weights, base)
     metadata = read_metadata(dataset)
@@ -102,33 +90,13 @@ def audit(
         if metadata.tokenizer_fingerprint not in {None, loaded.fingerprint}:
             warn(about_other_tokenizer(tokenizer, metadata))
     defaults = defaults_of(candidates)
-    chunks = read_audit_rows(open_valid(dataset), metadata, logprobs_mode, defaults)
-    settings = AuditSettings(thorough=thorough)
-    bar: Bar | None = None
-
-    def announce(plan: Plan, cost: Cost, num_tokens: int) -> None:
-        nonlocal bar
-        is_first = cost.num_tokens == cost.first[0]
-        if bar is None and (not is_first or cost.num_tokens >= plan.num_first):
-            note(estimate(plan, cost))
-            bar = Bar(plan.num_most, "tokens", "forwarding")
-            num_tokens = cost.num_tokens
-        if bar is not None:
-            bar.update(num_tokens)
-
-    try:
-        with shown_log():
-            result = run_audit(
-                chunks,
-                Weights(candidates),
-                settings,
-                dataset=dataset,
-                variants=variants,
-                announce=announce,
-            )
-    finally:
-        if bar is not None:
-            bar.close()
+    chunks = read_audit_rows(open_valid(dataset), metadata, defaults)
+    num_distinct = sum(map(num_distinct_tokens, chunks))
+    note(f"{count(len(candidates), 'candidate')}, {num_distinct:,} distinct tokens")
+    weights_of = Weights(candidates)
+    with Bar(len(candidates) * num_distinct, "tokens", "forwarding") as bar, shown_log():
+        weights_of.on_tokens = bar.update
+        result = run_audit(chunks, weights_of, dataset=dataset, variants=variants)
     if out is not None:
         write_table(result.verdicts, out)
         note(f"{count(len(result.verdicts), 'verdict')} -> {out}")

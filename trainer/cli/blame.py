@@ -82,7 +82,7 @@ def blame(
 
 def _places(settings: tuple[str, ...]) -> dict[str, str]:
     from trainer.forensics.replay.changes import split_settings
-    from trainer.forensics.replay.recorded import PLACES
+    from trainer.forensics.replay.reconstruct import PLACES
 
     places, others = split_settings(settings)
     if others:

@@ -35,12 +35,6 @@ MOST_SHOWN = 10
     help="Leave a trajectory, or its row with this step_index, out of the loss; may be repeated.",
 )
 @click.option(
-    "--without-where",
-    "condition",
-    metavar="SQL",
-    help="Leave out the rows that match: 'reward > 0 AND policy_version < 3'.",
-)
-@click.option(
     "--set",
     "settings",
     multiple=True,
@@ -55,7 +49,6 @@ def replay(
     run: str,
     update: int,
     rows: tuple[str, ...],
-    condition: str | None,
     settings: tuple[str, ...],
     out: str | None,
     as_json: bool,
@@ -73,11 +66,9 @@ def replay(
 
     sys.path.append(str(Path.cwd()))  # for user functions; last, so that it shadows no module
     with requires_extra("train", "rollouts replay"):
-        from trainer.forensics.replay.changes import Changes
         from trainer.forensics.replay.replay import replay as make_again
-    changes = Changes(settings=settings, rows=rows, condition=condition)
     with shown_log():
-        result = make_again(run, update, changes, out=out)
+        result = make_again(run, update, settings=settings, without=rows, out=out)
     emit_json(as_json_value(result)) if as_json else emit(screen(result))
     for text in result.notes if result.differences else ():
         note(f"note: {text}")

@@ -337,7 +337,7 @@ def test_sets_survive_merging_a_rewrite_and_unmerging(tmp_path: Path) -> None:
 
 def test_gradients_of_single_rows_use_the_sets() -> None:
     """What blame computes row by row adds up to the gradient of the update."""
-    from trainer.forensics.blame.gradients import row_gradients
+    from trainer.forensics.blame.gradients import linearize
 
     batch = with_support(
         make_batch([([1, 2], [3, 4, 5], [True] * 3), ([7], [8, 9], [True] * 2)]), 0
@@ -345,7 +345,7 @@ def test_gradients_of_single_rows_use_the_sets() -> None:
     policy = tiny_policy()
     forests = mini_batch_of(batch, sequence_layout="step").forests
     _, kept = updated(policy, batch, forests, None, None)
-    found = row_gradients(run_of(policy), batch, forests).gradient
-    ours = torch.cat([found[name].flatten() for name in kept])
+    _, found = linearize(run_of(policy), batch, forests).gradients()
+    ours = torch.cat([part.flatten() for part in found])
     theirs = torch.cat([kept[name].flatten() for name in kept])
     assert relative_difference(ours, theirs) < 1e-5

@@ -1,349 +1,245 @@
 """Audit a dataset: find the weights and settings that sampled each span.
 
-All rows are forwarded under their labelled weights. A sample of the rows, and all rows that do not
-fit their label, are also forwarded under every other candidate.
+All rows are forwarded under their labelled weights. The rows that do not fit their label, and the
+first few rows, are also forwarded under every other candidate.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 import numpy as np
 import polars as pl
+import pyarrow as pa
 
-from schemas.errors import InputError, count
-from schemas.ragged import IntArray
-from trainer.forensics.audit.candidates import context_tokens
+from schemas.forensics import NO_FAULT, VERDICT_COLUMNS
+from schemas.metadata import LogprobsMode
 from trainer.forensics.audit.causes import describe
 from trainer.forensics.audit.explanations import Search
-from trainer.forensics.audit.hypotheses import Fit, Judge, Span
-from trainer.forensics.audit.learn import best_residuals, distances, likely_mode
-from trainer.forensics.audit.noise import Residuals, fit_noise
+from trainer.forensics.audit.hypotheses import Span, labelled
+from trainer.forensics.audit.judge import Fit, Judge, best_residuals, likely_mode
+from trainer.forensics.audit.noise import FLOOR, Noise, Residuals, fit_noise
 from trainer.forensics.audit.prompts import PromptVariants
-from trainer.forensics.audit.result import FAULTS, SCHEMA, AuditResult, AuditSettings, Plan
-from trainer.forensics.audit.rows import (
-    KEYS,
-    NO_WEIGHTS,
-    TOO_LONG,
-    AuditRows,
-    Truncation,
-)
-from trainer.forensics.audit.scores import (
-    Cost,
-    Scored,
-    Weights,
-    num_distinct_tokens,
-    score_rows,
-)
-from trainer.models.policy import Policy
+from trainer.forensics.audit.rows import KEYS, NO_WEIGHTS, OFF, TOO_LONG, AuditRows, Truncation
+from trainer.forensics.audit.weights import Candidate, Weights, context_tokens, num_distinct_tokens
 
+SAMPLE_ROWS = 24
+"""Maximum number of rows that are forwarded under all candidates, to compare the candidates."""
+LEARNT = 500
+"""Number of spans, spread over the first chunk, from which the noise is estimated."""
 UNKNOWN, MISSING = -1, -2
 """Labels of rows without a version, and of rows whose weights are not among the candidates."""
-SAMPLE_TOKENS, SAMPLE_ROWS = 4_000, 24
-"""Limits on the sample from which the noise is estimated; the smaller one applies."""
-GOLDEN = 0.6180339887
-"""Multiples of this number, modulo 1, are spread evenly, even if there are only a few."""
-REPEATED, MIXED = 0.01, 0.03
-"""Limits on tokens forwarded twice, as fractions of candidates x distinct tokens: because the sample
-splits a group, and because its rows have different labels."""
-EXTRA, EXTRA_TOKENS = 1.1, 10_000
-"""To explain differences, an audit may forward `EXTRA` x candidates x distinct tokens in all, and at
-least `EXTRA_TOKENS`, so that a few rows of a small dataset can be explained."""
+SCHEMA = pl.Schema({c.name: pl.Series(pa.array([], c.type)).dtype for c in VERDICT_COLUMNS})
+
+
+@dataclass(kw_only=True)
+class AuditResult:
+    """Result of an audit."""
+
+    candidates: Sequence[Candidate]
+    verdicts: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=SCHEMA))
+    noise: Noise = field(default_factory=Noise)
+    mode: LogprobsMode = "raw"  # kind of the stored log-probabilities
+    mode_is_inferred: bool = True
+    num_mode_tokens: int = 0  # from which the mode is inferred; 0 if it is only assumed
+    num_rows: int = 0  # audited
+    num_distinct: int = 0  # tokens which each candidate may have to forward
+    num_tokens: int = 0  # forwarded
+    seconds: float = 0.0  # of forwarding, not counting the loading of weights
+    num_suspicious: int = 0  # rows forwarded under all candidates, as they did not fit their label
+    clean: list[Residuals] = field(default_factory=list)  # of the spans without faults
+    apart: dict[tuple[int, int], float] = field(default_factory=dict)  # of candidates, nats
+
+    @property
+    def faults(self) -> pl.DataFrame:
+        """The verdicts of spans with a fault."""
+        return self.verdicts.filter(~pl.col("kind").is_in(NO_FAULT))
+
+    @property
+    def share(self) -> float:
+        """Forwarded tokens, as a fraction of candidates x distinct tokens."""
+        return self.num_tokens / max(len(self.candidates) * self.num_distinct, 1)
 
 
 def run_audit(
     chunks: Sequence[AuditRows],
     weights: Weights,
-    settings: AuditSettings,
     *,
     dataset: str,
     variants: PromptVariants | None = None,
     clean: Sequence[Residuals] = (),
-    announce: Callable[[Plan, Cost, int], None] = lambda *_: None,
+    explains: bool = True,
 ) -> AuditResult:
     """Audit rows under the candidates of `weights`.
 
     Args:
-        chunks: Rows to audit; the scores of one chunk are in memory at once.
+        chunks: Rows to audit; the scores of one chunk are in memory at once. The noise is estimated
+            from the first chunk.
         weights: The candidates.
-        settings: Settings of the audit.
         dataset: Path of the rows' dataset, for the verdicts.
         variants: Renders prompts in other ways; None: other prompts are not tried.
-        clean: Residuals of rows without faults, from which the noise of the same engine is
-            estimated. If empty, a sample of the rows is scored under all candidates instead.
-        announce: Called after each micro-batch with the number of its tokens. The first micro-batch
-            shows how long the audit will take.
+        clean: Residuals of rows without faults, from which the noise of the same engine is also
+            estimated.
+        explains: Try other prompts and precisions for spans that no candidate explains.
 
     Raises:
         InputError: A candidate cannot be loaded.
     """
-    plan, cost = Plan(num_candidates=len(weights.candidates)), Cost()
-    cost.on_micro_batch = lambda num_tokens: announce(plan, cost, num_tokens)
-    result = AuditResult(candidates=weights.candidates, plan=plan, cost=cost)
-    audits = [ChunkAudit(rows, weights, settings, result) for rows in chunks]
-    for number, audit in enumerate(audits):
-        audit.plan(with_sample=number == 0 and not clean)
-    for number, audit in enumerate(audits):
-        audit.score(clean if number == 0 else None)
-        table = audit.verdicts(variants).with_columns(dataset=pl.lit(dataset))
-        result.verdicts = pl.concat([result.verdicts, table])
-        audit.drop_scores()
+    result = AuditResult(candidates=weights.candidates)
+    for chunk, rows in enumerate(chunks):
+        spans = _spans(rows, weights.candidates)
+        result.num_rows += len(rows.auditable)
+        result.num_distinct += num_distinct_tokens(rows)
+        num_compared = 0 if chunk else min(SAMPLE_ROWS, max(len(rows.auditable) // 10, 4))
+        _score(weights, rows, spans, set(rows.auditable[:num_compared].tolist()))
+        if not chunk:
+            _learn(result, rows.mode, list(spans.values()), clean)
+        for span in spans.values():
+            span.is_raw = result.mode == "raw"
+        judge, row_of = Judge(result.noise), rows.spans[:, 0].tolist()
+        partial = {
+            n: span for n, span in spans.items() if len(span.scores) < len(weights.candidates)
+        }
+        doubted = {row_of[n] for n, span in partial.items() if judge.is_suspicious(span)}
+        result.num_suspicious += len(doubted)
+        _score(weights, rows, spans, doubted)
+        verdicts = {number: judge(span) for number, span in spans.items()}
+        if explains:
+            Search(rows, spans, verdicts, judge, weights).run(variants)
+        result.clean += [
+            labelled(span, span.label).residuals(span)
+            for number, span in spans.items()
+            if verdicts[number].kind == "as_labelled" and span.label is not None
+            if not np.isnan(span.temperature)
+        ]
+        table = _table(rows, spans, verdicts, weights.candidates)
+        result.verdicts = pl.concat([result.verdicts, table.with_columns(dataset=pl.lit(dataset))])
+    result.num_tokens, result.seconds = weights.num_tokens, weights.seconds
     return result
 
 
-class ChunkAudit:
-    """Audit of a chunk of rows, which adds its counts to `result`.
-
-    Call `plan`, `score` and `verdicts`, in this order. `label` are the labelled candidates ([R]), and
-    `complete` is true where a row is scored under a candidate ([N, R]).
-    """
-
-    def __init__(
-        self, rows: AuditRows, weights: Weights, settings: AuditSettings, result: AuditResult
-    ) -> None:
-        self.rows, self.weights, self.settings, self.result = rows, weights, settings, result
-        candidates = weights.candidates
-        number_of = {one.version: number for number, one in enumerate(candidates)}
-        number_of[None] = UNKNOWN  # also if the version of a candidate is unknown
-        labels = [number_of.get(v, MISSING) for v in rows.table["policy_version"]]
-        self.label = np.array(labels, np.int64)
-        if len(candidates) == 1 and candidates[0].version is None:
-            self.label[:] = 0  # it is assumed to have sampled all rows
-        rows.refuse(self.label == MISSING, NO_WEIGHTS)
-        lengths = rows.prompts.lengths + rows.responses.lengths
-        contexts = [tokens for one in candidates if (tokens := context_tokens(one))]
-        rows.refuse(lengths > min(contexts, default=np.inf), TOO_LONG)
-        self.usable = self.sample = rows.auditable
-        result.num_rows += len(self.usable)
-        result.mode_is_inferred = rows.mode is None
-        result.mode = rows.mode or result.mode
-        self.drop_scores()
-
-    def drop_scores(self) -> None:
-        """Forget all scores."""
-        self.scored: dict[int, Scored] = {}
-        self.complete = np.zeros((len(self.weights.candidates), self.rows.num_rows), np.bool_)
-
-    def plan(self, *, with_sample: bool) -> None:
-        """Choose the sample, and the other rows that are scored under each candidate at first."""
-        rows, usable, plan, number = self.rows, self.usable, self.result.plan, len(self.complete)
-        num_distinct = num_distinct_tokens(rows, usable)
-        if not self.settings.thorough:
-            self.sample = self._sample() if with_sample else usable[:0]
-        repeated = number * self._num_repeated(self.sample, usable)
-        self.rest = np.setdiff1d(usable, self.sample)
-        self.first = np.zeros_like(self.complete)
-        labelled = self.rest[self.label[self.rest] >= 0]
-        self.first[self.label[labelled], labelled] = True
-        parts = (self.rest[is_first] for is_first in self.first[:, self.rest])
-        mixed = sum(self._num_repeated(part, self.rest) for part in parts)
-        if mixed > MIXED * number * num_distinct:  # score groups under all labels of their rows
-            of_group = np.zeros((number, int(rows.group.max()) + 1), np.bool_)
-            of_group[self.label[labelled], rows.group[labelled]] = True
-            self.first[:, self.rest] = of_group[:, rows.group[self.rest]]
-            mixed = 0
-        plan.num_distinct += num_distinct
-        plan.num_first += number * num_distinct_tokens(rows, self.sample)
-        parts = (self.rest[is_first] for is_first in self.first[:, self.rest])
-        plan.num_first += sum(num_distinct_tokens(rows, part) for part in parts)
-        plan.num_most += number * num_distinct + repeated + mixed
-
-    def _sample(self) -> IntArray:
-        """Choose rows, spread over the chunk, from which to estimate the noise.
-
-        The sample consists of complete groups, because a later pass would have to forward the
-        prompt of an incomplete group again. A large group whose rows share few tokens may be split.
-        """
-        rows, usable = self.rows, self.usable
-        wanted = min(len(usable), SAMPLE_ROWS, max(len(usable) // 10, 4))
-        lengths = np.bincount(rows.spans[:, 0], rows.spans[:, 2], minlength=rows.num_rows)
-        groups = np.unique(rows.group[usable])
-        limit, sample = REPEATED * num_distinct_tokens(rows, usable), list[int]()
-        for group in groups[np.argsort(np.arange(len(groups)) * GOLDEN % 1)].tolist():
-            members = usable[rows.group[usable] == group]
-            part = members[: wanted - len(sample)]
-            if len(members) > SAMPLE_ROWS and self._num_repeated(part, members) <= limit:
-                members = part
-            sample += members.tolist()
-            if len(sample) >= wanted or lengths[sample].sum() >= SAMPLE_TOKENS:
-                break
-        return np.array(sorted(sample), np.int64)
-
-    def _num_repeated(self, part: IntArray, members: IntArray) -> int:
-        """Count the tokens that are forwarded twice if a part of some rows is forwarded separately."""
-        parts = (part, np.setdiff1d(members, part))
-        total = num_distinct_tokens(self.rows, members)
-        return sum(num_distinct_tokens(self.rows, one) for one in parts) - total
-
-    def score(self, clean: Sequence[Residuals] | None) -> None:
-        """Score the sample under all candidates, all rows under their labels, the suspicious under all.
-
-        The noise is estimated first, unless `clean` is None: see `_learn`.
-        """
-        for number in range(len(self.complete)):
-            self._score(number, self.sample)
-        if clean is not None:
-            self._learn(clean)
-        for number in range(len(self.complete)):
-            self._score(number, self.rest[self.first[number, self.rest]])
-        if clean is not None:  # now from more rows
-            self._learn(clean)
-        suspicious = self._suspicious(self.rest)
-        wanted = np.array(sorted(suspicious), np.int64)
-        for number in range(len(self.complete)):
-            self._score(number, wanted[~self.complete[number, wanted]])
-        self.result.num_suspicious += len(wanted)
-
-    def _learn(self, clean: Sequence[Residuals]) -> None:
-        """Estimate the noise and the kind of log-probabilities from all scores so far."""
-        result, spans = self.result, [span for span in self._spans() if span]
-        if self.rows.mode is None:
-            result.mode, result.num_mode_tokens = likely_mode(spans)
-        in_sample = [span for span in spans if len(span.scores) == len(self.complete)]
-        noise = fit_noise([*clean, *map(best_residuals, spans)])
-        if not noise.num_tokens:  # rows outside the sample do not fit their labels
-            noise = fit_noise([best_residuals(span) for span in in_sample])
-        result.apart, apart = distances(in_sample, result.mode)
-        result.noise = dataclasses.replace(noise, apart=apart or noise.apart)
-
-    def _suspicious(self, rows: IntArray) -> set[int]:
-        """Return the rows without a label, and the rows that their labelled weights do not explain."""
-        suspicious = {row for row in rows.tolist() if self.label[row] == UNKNOWN}
-        for number in np.flatnonzero(np.isin(self.rows.spans[:, 0], rows)).tolist():
-            row, span = int(self.rows.spans[number, 0]), self._span(number)
-            if row not in suspicious and span is not None and self._judge.is_suspicious(span):
-                suspicious.add(row)
-        return suspicious
-
-    @property
-    def _judge(self) -> Judge:
-        return Judge(self.result.noise, self.result.mode)
-
-    def _score(self, number: int, wanted: IntArray) -> None:
-        """Score rows under a candidate.
-
-        Raises:
-            InputError: `audit_rows`: the candidate has no embedding for a token.
-        """
-        if not len(wanted):
-            return
-        policy = self.weights.policy(number)
-        size = policy.model.get_input_embeddings().weight.shape[0]
-        for row in wanted.tolist():
-            tokens = (self.rows.prompts.row(row), self.rows.responses.row(row))
-            largest = max(int(part.max(initial=0)) for part in tokens)
-            if largest >= size:
-                one = self.weights.candidates[number]
-                finding = f"token {largest}, but {one.name} ({one.path}) has {count(size, 'token')}"
-                hint = "leave out candidates that have another tokenizer than the dataset"
-                raise InputError("audit_rows", self.rows.name(row), finding, hint=hint)
-        scored = self.scored.setdefault(number, _unscored(self.rows))
-        self._forward(policy, self.rows, wanted, scored)
-        self.complete[number, wanted] = True
-
-    def _forward(self, policy: Policy, rows: AuditRows, wanted: IntArray, scored: Scored) -> None:
-        budget, trees = self.settings.tokens_per_micro_batch, self.weights.trees
-        score_rows(policy, rows, wanted, scored, self.result.cost, budget=budget, trees=trees)
-
-    def _spans(self) -> list[Span | None]:
-        return [self._span(number) for number in range(len(self.rows.spans))]
-
-    def _span(self, number: int) -> Span | None:
-        """Collect the scores of a span; None if no candidate has scored it."""
-        rows = self.rows
-        row, start, length = rows.spans[number].tolist()
-        label, slots = int(self.label[row]), np.arange(start, start + length)
-        candidates = np.flatnonzero(self.complete[:, row]).tolist()
-        if rows.reasons[row] or not candidates:
-            return None
-        inverse, top_p, top_k, min_p = rows.settings[row].tolist()
-        return Span(
-            stored=rows.logprobs[slots],
-            scores={candidate: self.scored[candidate].of(slots) for candidate in candidates},
-            label=label if label in candidates else None,
-            inverse=inverse,
-            truncation=Truncation(top_p, int(top_k), min_p),
+def _spans(rows: AuditRows, candidates: Sequence[Candidate]) -> dict[int, Span]:
+    """Return the spans that can be audited, by index, without scores."""
+    number_of = {one.version: number for number, one in enumerate(candidates)}
+    number_of[None] = UNKNOWN  # also if the version of a candidate is unknown
+    labels = [number_of.get(version, MISSING) for version in rows.table["policy_version"]]
+    if len(candidates) == 1 and candidates[0].version is None:
+        labels = [0] * rows.num_rows  # it is assumed to have sampled all rows
+    rows.refuse(np.array(labels) == MISSING, NO_WEIGHTS)
+    contexts = [tokens for one in candidates if (tokens := context_tokens(one))]
+    lengths = rows.prompts.lengths + rows.responses.lengths
+    rows.refuse(lengths > min(contexts, default=np.inf), TOO_LONG)
+    return {
+        number: Span(
+            stored=rows.logprobs[start : start + length],
+            label=None if labels[row] == UNKNOWN else labels[row],
+            inverse=float(rows.settings[row, 0]),
+            truncation=Truncation(*rows.settings[row, 1:].tolist()),
             temperature=float(rows.temperature[row]),
             is_assumed=bool(rows.is_assumed[row]),
         )
+        for number, (row, start, length) in enumerate(rows.spans.tolist())
+        if not rows.reasons[row]
+    }
 
-    def verdicts(self, variants: PromptVariants | None) -> pl.DataFrame:
-        """Judge every span; spans that cannot be audited get the kind `not_checked`."""
-        rows, judge, cost, plan = self.rows, self._judge, self.result.cost, self.result.plan
-        spans = self._spans()
-        verdicts = [None if span is None else judge(span) for span in spans]
-        limit = round(EXTRA * plan.num_candidates * plan.num_distinct)
-        limit = max(limit, cost.num_tokens + EXTRA_TOKENS)
 
-        def score(policy: Policy, copies: AuditRows) -> Scored | None:
-            every, scored = np.arange(copies.num_rows), _unscored(copies)
-            if not len(every) or cost.num_tokens + num_distinct_tokens(copies, every) > limit:
-                return None
-            self._forward(policy, copies, every, scored)
-            return scored
-
-        if self.settings.explains:
-            policy = self.weights.policy
-            search = Search(
-                rows=rows, spans=spans, verdicts=verdicts, policy=policy, judge=judge, score=score
-            )
-            search.run(self.label, variants)
-        for span, verdict in zip(spans, verdicts, strict=True):
-            if span is None or verdict is None or span.label is None:
-                continue
-            if verdict.kind == "as_labelled" and not np.isnan(span.temperature):
-                self.result.clean.append(span.residuals(span.label, self.result.mode))
-        row, start, length = rows.spans.T
-        start = start - rows.responses.offsets[row] + rows.table["first_token"].to_numpy()[row]
-        labels = rows.table.select(
-            *(*KEYS, "num_response_tokens", "row_digest"),
-            labelled_version="policy_version",
-            labelled_temperature="temperature",
-        )[row]
-        judged = [
-            {"num_tokens": 0, "kind": "not_checked", "reason": rows.reasons[number]}
-            if span is None or verdict is None
-            else {"num_tokens": len(span.stored)} | self._values(verdict)
-            for number, span, verdict in zip(row.tolist(), spans, verdicts, strict=True)
-        ]
-        table = pl.DataFrame(judged, schema=SCHEMA).with_columns(
-            *labels,
-            start=start,
-            end=start + length,
-            swap_position=pl.col("swap_position") + start,
-        )
-        # Several rows may be parts of one step.
-        table = table.with_columns(span=pl.int_range(pl.len()).over("trajectory_id", "step_index"))
-        described = [
-            describe(line) if line["kind"] in FAULTS else line["reason"]
-            for line in table.iter_rows(named=True)
-        ]
-        return table.with_columns(reason=pl.Series(described, dtype=pl.String)).cast(SCHEMA)
-
-    def _values(self, verdict: Fit) -> dict[str, Any]:
-        candidates = self.weights.candidates
-        best, numbers = candidates[verdict.candidate], (verdict.second, verdict.rival)
-        second, rival = (None if one is None else candidates[one].version for one in numbers)
-        return {
-            "kind": verdict.kind,
-            "best_version": best.version,
-            "best_weights": str(best.path),
-            "second_version": second,
-            "swap_position": verdict.position,  # in the span
-            "best_temperature": round(1 / verdict.inverse, 3),
-            **{f"best_{name}": value for name, value in verdict.truncation._asdict().items()},
-            "offset": verdict.offset,
-            "log_likelihood_ratio": verdict.ratio,
-            "margin": verdict.margin,
-            "next_version": rival,
-            "num_decisive": verdict.num_decisive,
-            "noise_scale": verdict.scale,
-            "mean_difference": verdict.mean_difference,
-            "reason": verdict.reason or None,
+def _score(weights: Weights, rows: AuditRows, spans: dict[int, Span], every: set[int]) -> None:
+    """Score spans under their label, or under each candidate: those without one, and rows in `every`."""
+    row_of = rows.spans[:, 0].tolist()
+    for candidate in range(len(weights.candidates)):
+        wanted = {
+            row_of[number]
+            for number, span in spans.items()
+            if candidate not in span.scores
+            if row_of[number] in every or span.label in {None, candidate}
         }
+        scores = weights.score(candidate, rows, np.array(sorted(wanted), np.int64))
+        for number, of_span in scores.items():
+            spans[number].scores[candidate] = of_span
 
 
-def _unscored(rows: AuditRows) -> Scored:
-    return Scored(place=np.full(len(rows.responses.values), -1, np.int64))
+def _learn(
+    result: AuditResult,
+    mode: LogprobsMode | None,
+    spans: Sequence[Span],
+    clean: Sequence[Residuals],
+) -> None:
+    """Estimate the noise, the kind of log-probabilities, and the distances of the candidates."""
+    some = spans[:: len(spans) // LEARNT + 1]
+    result.mode_is_inferred = mode is None
+    inferred = likely_mode(some) if mode is None else (mode, 0)
+    result.mode, result.num_mode_tokens = inferred
+    compared = [span for span in spans if len(span.scores) == len(result.candidates)]
+    noise = fit_noise([*clean, *map(best_residuals, some)])
+    if not noise.num_tokens:  # rows outside the sample do not fit their labels
+        noise = fit_noise([best_residuals(span) for span in compared])
+    likes = [dataclasses.replace(span, is_raw=result.mode == "raw") for span in compared]
+    relative = [noise.apart]
+    for pair in combinations(range(len(result.candidates)), 2) if likes else ():
+        first, second = ([labelled(span, number) for span in likes] for number in pair)
+        distance = [a.predicted - b.predicted for a, b in zip(first, second, strict=True)]
+        result.apart[pair] = float(np.abs(np.concatenate(distance)).mean())
+        sensitivity = np.concatenate([one.sensitivity for one in first])
+        relative.append(result.apart[pair] / max(float(sensitivity.mean()), FLOOR))
+    result.noise = dataclasses.replace(noise, apart=min(relative[1:] or relative))
+
+
+def _table(
+    rows: AuditRows,
+    spans: Mapping[int, Span],
+    verdicts: Mapping[int, Fit],
+    candidates: Sequence[Candidate],
+) -> pl.DataFrame:
+    """Build the table of verdicts; spans that cannot be audited get the kind `not_checked`."""
+    row, start, length = rows.spans.T
+    start = start - rows.responses.offsets[row] + rows.table["first_token"].to_numpy()[row]
+    unchecked = {"num_tokens": 0, "kind": "not_checked"}
+    judged = [
+        _values(spans[number], verdicts[number], candidates)
+        if number in spans
+        else unchecked | {"reason": rows.reasons[at]}
+        for number, at in enumerate(row.tolist())
+    ]
+    labels = rows.table.select(
+        *(*KEYS, "num_response_tokens", "row_digest"),
+        labelled_version="policy_version",
+        labelled_temperature="temperature",
+    )[row]
+    table = pl.DataFrame(judged, schema=SCHEMA).with_columns(
+        *labels, start=start, end=start + length, swap_position=pl.col("swap_position") + start
+    )
+    # Several rows may be parts of one step.
+    table = table.with_columns(span=pl.int_range(pl.len()).over("trajectory_id", "step_index"))
+    reasons = map(describe, table.iter_rows(named=True))
+    return table.with_columns(reason=pl.Series(reasons, dtype=pl.String)).cast(SCHEMA)
+
+
+def _values(span: Span, verdict: Fit, candidates: Sequence[Candidate]) -> dict[str, Any]:
+    """Return the columns of a verdict that depend on the span's scores."""
+    inverse, place = span.setting
+    truncation = OFF if place or span.is_raw else span.truncation
+    values: dict[str, Any] = {
+        "best_temperature": 1 / (span.inverse if inverse is None else inverse),
+        **{f"best_{name}": value for name, value in truncation._asdict().items()},
+        "offset": 0,
+        **verdict.hypothesis.values,
+        **verdict.evidence,
+    }
+    for name in ("second_version", "next_version"):
+        number = values.get(name)
+        values[name] = None if number is None else candidates[number].version
+    best = candidates[verdict.weights]
+    return values | {
+        "num_tokens": len(span.stored),
+        "kind": verdict.kind,
+        "best_version": best.version,
+        "best_weights": str(best.path),
+        "best_temperature": round(values["best_temperature"], 3),
+        "noise_scale": verdict.scale,
+        "mean_difference": verdict.mean_difference,
+        "reason": verdict.reason or None,
+    }

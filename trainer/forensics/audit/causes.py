@@ -8,8 +8,10 @@ from typing import Any
 import polars as pl
 
 from schemas.errors import count
-from trainer.forensics.audit.candidates import Candidate
-from trainer.forensics.audit.hypotheses import DECIDED
+from schemas.forensics import NO_FAULT
+from trainer.forensics.audit.judge import DECIDED
+from trainer.forensics.audit.rows import OFF
+from trainer.forensics.audit.weights import Candidate
 
 MOST = 0.95
 """If at least this fraction of rows has a fault, the fault is reported as affecting all rows."""
@@ -40,6 +42,19 @@ SENTENCES = {
     " another precision, or the engine received a different prompt.",
 }
 """Sentences about the faults of a kind; fields are the median, or else the most frequent value."""
+DESCRIPTIONS = {
+    "version": "sampled by {name}, labelled {labelled_version}",
+    "swap": "version {best_version}, from token {swap_position} version {second_version}, labelled"
+    " {labelled_version}",
+    "temperature": "temperature {best_temperature:.2f}, {label}",
+    "truncation": "{setting}",
+    "offset": "shifted by {offset:+d}",
+    "prompt": "{reason}",
+    "unknown_model": "{mean_difference:.2g} nats from version {best_version}",
+    "noise": "{mean_difference:.2g} nats from version {best_version}{cause}, {noise_scale:.1f} x the"
+    " noise",
+}
+"""Descriptions of a span's fault; those of other kinds are like that of `noise`."""
 SPLIT_BY = {
     "swap": ("best_version", "second_version"),
     "temperature": ("labelled_temperature",),
@@ -64,42 +79,51 @@ def likely_causes(verdicts: pl.DataFrame, candidates: Sequence[Candidate]) -> li
     return [text for _, text in sorted(causes, key=lambda cause: -cause[0])]
 
 
-def _sentence(kind: str, part: pl.DataFrame) -> str:
-    first = part.row(0, named=True)
-    values = first | part.select(pl.col("best_temperature", "noise_scale").median()).row(
-        0, named=True
-    )
-    values["spans"] = count(len(part), "span")
-    values["reason"] = part["reason"].value_counts(sort=True).row(0)[0]
-    settings = pl.Series(map(truncation_text, part.iter_rows(named=True)))
-    values["setting"] = settings.value_counts(sort=True).row(0)[0]
-    side, by = ("next" if first["offset"] > 0 else "previous"), abs(first["offset"])
-    place = f"{by} positions {'later' if first['offset'] > 0 else 'earlier'}"
-    values["token"] = f"the {side} token" if by == 1 else f"the token {place}"
-    if kind == "temperature" and first["labelled_temperature"] is None:
-        kind = "unrecorded"
-    return SENTENCES[kind].format_map(values)
-
-
-def truncation_text(settings: Mapping[str, Any]) -> str:
-    """Describe the truncation that fits best."""
-    on = {
-        "top_p": settings["best_top_p"] < 1 and round(settings["best_top_p"], 2),
-        "top_k": settings["best_top_k"] > 0 and settings["best_top_k"],
-        "min_p": settings["best_min_p"] > 0 and round(settings["best_min_p"], 2),
+def _fields(span: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of a verdict, and words for its sentences."""
+    cut = {name: span[f"best_{name}"] for name in OFF._fields}
+    setting = [f"{n} {round(v, 2)}" for n, v in cut.items() if v != getattr(OFF, n)]
+    by, label, best = span["offset"], span["labelled_temperature"], span["best_version"]
+    side, place = ("next", "later") if by > 0 else ("previous", "earlier")
+    name = span["best_weights"] if best is None else f"version {best}"
+    if span["next_version"] not in {None, span["labelled_version"]} and span["margin"] < DECIDED:
+        name += f" or {span['next_version']}, which fit equally well"
+    return {
+        **span,
+        "setting": ", ".join(setting) or "no truncation",
+        "token": f"the {side} token" if abs(by) == 1 else f"the token {abs(by)} positions {place}",
+        "label": "not recorded" if label is None else f"labelled {label:.2f}",
+        "name": name,
+        "cause": f" with {span['reason']}" if span["reason"] else "",
     }
-    return ", ".join(f"{name} {value}" for name, value in on.items() if value) or "no truncation"
+
+
+def describe(span: Mapping[str, Any]) -> str | None:
+    """Describe the fault of a span in a few words; without a fault, return its `reason`."""
+    if span["kind"] in NO_FAULT:
+        reason: str | None = span["reason"]
+        return reason
+    return DESCRIPTIONS.get(span["kind"], DESCRIPTIONS["noise"]).format_map(_fields(span))
+
+
+def _sentence(kind: str, part: pl.DataFrame) -> str:
+    fields = pl.DataFrame([_fields(span) for span in part.iter_rows(named=True)])
+    medians = part.select(pl.col("best_temperature", "noise_scale").median())
+    frequent = fields.select(pl.col("reason", "setting").mode().min())
+    values = fields.row(0, named=True) | medians.row(0, named=True) | frequent.row(0, named=True)
+    if kind == "temperature" and values["labelled_temperature"] is None:
+        kind = "unrecorded"
+    return SENTENCES[kind].format_map(values | {"spans": count(len(part), "span")})
 
 
 def _versions(checked: pl.DataFrame, candidates: Sequence[Candidate]) -> Iterator[tuple[int, str]]:
     """Explain rows that were not sampled by the weights in their label."""
     totals = dict(checked.group_by("labelled_version").len().iter_rows())
-    pairs = checked.filter(kind="version").group_by(
-        "labelled_version", "best_version", "best_weights"
-    )
+    keys = ["labelled_version", "best_version", "best_weights"]
+    pairs = checked.filter(kind="version").group_by(keys).len().sort(keys, nulls_last=True)
     names = {str(one.path): one.name for one in candidates}
     by_version: dict[int, dict[int, int]] = {}
-    for labelled, best, path, number in pairs.len().sort(pl.all(), nulls_last=True).iter_rows():
+    for labelled, best, path, number in pairs.iter_rows():
         if best is None:
             rows = _spans(number, totals[labelled])
             yield number, f"{rows} labelled {labelled} were sampled by {names[path]}."
@@ -118,53 +142,17 @@ def _versions(checked: pl.DataFrame, candidates: Sequence[Candidate]) -> Iterato
     for best, labels in by_version.items():
         number, total = sum(labels.values()), sum(totals[label] for label in labels)
         first, last = min(labels), max(labels)
-        named = str(first) if first == last else f"{first} to {last}"
-        is_adapter = any(one.version in labels and one.base is not None for one in candidates)
         if last < best:
             cause = "new weights were loaded before the label changed"
         elif number >= MOST * total:
             cause = "new weights were not loaded into the engine"
-            cause = "the engine kept an old adapter, or none" if is_adapter else cause
         else:
-            cause = "one of several servers" if number >= SEVERAL else "a server"
-            cause += " has a stuck adapter" if is_adapter else " is stale"
-            cause += ", or these calls began before the weights were loaded"
-        text = f"{_spans(number, total)} labelled {named} were sampled by version {best}: {cause}."
+            servers = "one of several servers" if number >= SEVERAL else "a server"
+            cause = f"{servers} is stale, or these calls began before the weights were loaded"
+        labelled = f"labelled {first}{f' to {last}' if last > first else ''}"
+        text = f"{_spans(number, total)} {labelled} were sampled by version {best}: {cause}."
         yield number, text
 
 
 def _spans(number: int, total: int) -> str:
     return f"All {count(number, 'span')}" if number >= total else f"{number:,} of {total:,} spans"
-
-
-def describe(span: Mapping[str, Any]) -> str:
-    """Describe the fault of a span in a few words.
-
-    Example:
-        >>> describe({"kind": "version", "best_version": 3, "labelled_version": 5})
-        'sampled by version 3, labelled 5'
-    """
-    kind, labelled, best = span["kind"], span.get("labelled_version"), span.get("best_version")
-    if kind == "version":
-        name = span["best_weights"] if best is None else f"version {best}"
-        if span.get("next_version") not in {None, labelled} and span["margin"] < DECIDED:
-            name = f"{name} or {span['next_version']}, which fit equally well"
-        return f"sampled by {name}, labelled {labelled}"
-    if kind == "swap":
-        after = f"from token {span['swap_position']} version {span['second_version']}"
-        return f"version {best}, {after}, labelled {labelled}"
-    if kind == "temperature":
-        label = span["labelled_temperature"]
-        text = "not recorded" if label is None else f"labelled {label:.2f}"
-        return f"temperature {span['best_temperature']:.2f}, {text}"
-    if kind == "offset":
-        return f"shifted by {span['offset']:+d}"
-    if kind == "truncation":
-        return truncation_text(span)
-    if kind == "prompt":
-        return str(span["reason"])
-    difference = f"{span['mean_difference']:.2g} nats from version {best}"
-    if kind == "unknown_model":
-        return difference
-    with_cause = f" with {span['reason']}" if span.get("reason") else ""
-    return f"{difference}{with_cause}, {span['noise_scale']:.1f} x the noise"

@@ -14,13 +14,11 @@ from rollout_io.dataset.atomic_files import whole
 from schemas.errors import InputError, RolloutError, count
 from schemas.forensics import AUDIT
 from trainer.distributed.sharding import is_sharded
-from trainer.forensics.audit.audit import run_audit
-from trainer.forensics.audit.candidates import Candidate
-from trainer.forensics.audit.causes import describe, likely_causes
+from trainer.forensics.audit.audit import AuditResult, run_audit
+from trainer.forensics.audit.causes import likely_causes
 from trainer.forensics.audit.noise import Residuals
-from trainer.forensics.audit.result import AuditResult, AuditSettings
 from trainer.forensics.audit.rows import read_steps, to_audit_rows
-from trainer.forensics.audit.scores import Weights
+from trainer.forensics.audit.weights import Candidate, Weights
 from trainer.models.lora import CONFIG
 from trainer.models.policy import Policy
 from trainer.rl.config import RlConfig
@@ -70,8 +68,7 @@ class IterationAudit:
         file.parent.mkdir(exist_ok=True)
         with whole(file) as partial:
             result.verdicts.write_parquet(partial)
-        tokens = sum(len(one.difference) for one in self.clean)
-        if tokens < MOST_CLEAN_TOKENS:
+        if sum(len(one.difference) for one in self.clean) < MOST_CLEAN_TOKENS:
             self.clean += result.clean
         checked = result.verdicts.filter(pl.col("kind") != "not_checked")
         num_rows, num_faulty = (
@@ -86,13 +83,11 @@ class IterationAudit:
         rollouts, metadata = rollout_io.scan(dataset), rollout_io.read_metadata(dataset)
         rng = np.random.default_rng([self.config.run.seed, iteration])
         ids = rollouts.select(pl.col("trajectory_id").unique().sort()).collect().to_series()
-        chosen = rng.permutation(len(ids))[: self.config.loop.audit_rows]
-        chosen_rows = rollouts.filter(pl.col("trajectory_id").is_in(ids.gather(chosen).to_list()))
-        steps = read_steps(chosen_rows, metadata)
-        steps = steps.filter(pl.col("response_ids").list.len() > 0)
+        chosen = ids.gather(rng.permutation(len(ids))[: self.config.loop.audit_rows])
+        rows = rollouts.filter(pl.col("trajectory_id").is_in(chosen.to_list()))
+        steps = read_steps(rows, metadata).filter(pl.col("response_ids").list.len() > 0)
         draw = pl.Series(rng.random(len(steps)))
-        steps = steps.with_columns(draw=draw).sort("draw").unique("trajectory_id", keep="first")
-        rows = to_audit_rows(steps.drop("draw").sort("trajectory_id"), metadata.logprobs_mode)
+        steps = steps.sort(draw).unique("trajectory_id", keep="first").sort("trajectory_id")
         candidates = self._candidates(iteration)
         weights = Weights(
             candidates,
@@ -100,44 +95,37 @@ class IterationAudit:
             # Each process has only a shard of the policy, so the main process loads all of it.
             loaded={} if is_sharded(policy) else {len(candidates) - 1: policy},
             trees=False,
+            budget=self.config.training.batch.tokens_per_micro_batch,
         )
-        settings = AuditSettings(
-            explains=False,
-            tokens_per_micro_batch=self.config.training.batch.tokens_per_micro_batch,
-        )
-        with torch.no_grad():
-            return run_audit([rows], weights, settings, dataset=str(dataset), clean=self.clean)
+        audited, named = [to_audit_rows(steps, metadata.logprobs_mode)], str(dataset)
+        return run_audit(audited, weights, dataset=named, clean=self.clean, explains=False)
 
     def _candidates(self, iteration: int) -> list[Candidate]:
         """List the versions that are kept, ending with the current one."""
         folder = Path(self.config.run.out) / "weights"
-        paths = {0: self.source}
-        for path in folder.glob("version_*"):
-            if path.name.removeprefix("version_").isdecimal():
-                paths[int(path.name.removeprefix("version_"))] = path
-        paths.setdefault(iteration, folder / f"version_{iteration}")
-        base = self.source
+        names = {path.name.removeprefix("version_") for path in folder.glob("version_*")}
+        versions = {int(name) for name in names if name.isdecimal()} | {iteration}
+        paths = {0: self.source} | {n: folder / f"version_{n}" for n in versions if n}
         return [
             Candidate(
                 version=version,
-                path=paths[version],
-                base=base if (paths[version] / CONFIG).is_file() else None,
+                path=path,
+                base=self.source if (path / CONFIG).is_file() else None,
             )
-            for version in sorted(paths)
+            for version, path in sorted(paths.items())
             if version <= iteration
         ]
 
     def _report(self, dataset: Path, result: AuditResult, num_rows: int, num_faulty: int) -> None:
         worst = result.faults.sort("log_likelihood_ratio", descending=True).row(0, named=True)
-        finding = (
-            f"{num_faulty} of {count(num_rows, 'audited row')} {'were' if num_faulty > 1 else 'was'}"
-            f" not sampled as labelled; trajectory '{worst['trajectory_id']}', row"
-            f" {worst['step_index']}: {describe(worst)} ({worst['log_likelihood_ratio']:.0f} nats)"
-        )
+        were = "were" if num_faulty > 1 else "was"
         causes = " ".join(likely_causes(result.verdicts, result.candidates)[:2])
-        text = f"{finding}\nlikely cause: {causes}"
-        is_certain = num_faulty >= min(ROWS_TO_STOP, num_rows)
-        if self.config.loop.on_mismatch == "stop" and is_certain:
+        text = (
+            f"{num_faulty} of {count(num_rows, 'audited row')} {were} not sampled as labelled;"
+            f" trajectory '{worst['trajectory_id']}', row {worst['step_index']}: {worst['reason']}"
+            f" ({worst['log_likelihood_ratio']:.0f} nats)\nlikely cause: {causes}"
+        )
+        if self.config.loop.on_mismatch == "stop" and num_faulty >= min(ROWS_TO_STOP, num_rows):
             command = f"rollouts audit {dataset} --weights {self.config.run.out}"
             hint = f"run `{command}` to check every row, or pass --set loop.on_mismatch=warn to train anyway"
             raise InputError("weights_mismatch", str(dataset), text, hint=hint)

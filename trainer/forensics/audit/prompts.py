@@ -41,14 +41,19 @@ class PromptVariants:
         self._tokenizer = tokenizer
         one = [{"role": "user", "content": "the-user-text"}]
         without, with_header = (
-            self._rendered(tokenizer, one, generation_prompt=prompt) or ""
-            for prompt in (False, True)
+            _rendered(tokenizer, one, generation_prompt=prompt) for prompt in (False, True)
         )
         self._header = with_header.removeprefix(without) if with_header != without else ""
-        self._user = self._header.replace("assistant", "user", 1) if self._header else ""
-        self._end = tokenizer.eos_token or ""
-        self._begin = tokenizer.backend.bos_token or ""
-        self._systems = dict(self._system_blocks(without))
+        self._user = self._header.replace("assistant", "user", 1)
+        self._systems = {"with the template's system prompt": self._before_user(without)}
+        for system in SYSTEM_PROMPTS:
+            chat = [{"role": "system", "content": system}, {"role": "user", "content": "-"}]
+            text = _rendered(tokenizer, chat, generation_prompt=False)
+            self._systems[f"with the system prompt {system!r}"] = self._before_user(text)
+
+    def _before_user(self, text: str) -> str:
+        """Return the text before the first user message; empty if it has none."""
+        return text.partition(self._user)[0] if self._user and self._user in text else ""
 
     def of(self, ids: Sequence[int], messages: str | None) -> dict[str, list[int]]:
         """Return the variants of a prompt by name, except variants that equal the prompt.
@@ -60,84 +65,62 @@ class PromptVariants:
         text = self._tokenizer.decode(ids)
         texts = {**dict(self._from_messages(messages)), **dict(self._edits(text))}
         texts["with its text tokenized again"] = text
-        names = list(texts)
         try:
-            encoded = self._tokenizer.encode([texts[name] for name in names], names)
+            encoded = self._tokenizer.encode(list(texts.values()), list(texts))
         except RolloutError:
             return {}
-        prompts: dict[str, list[int]] = {}
-        seen = {tuple(ids), ()}
-        for name, tokens in zip(names, encoded, strict=True):
-            if tuple(tokens) not in seen:
-                seen.add(tuple(tokens))
-                prompts[name] = tokens
-        return prompts
+        by_tokens: dict[tuple[int, ...], str] = {}
+        for name, tokens in zip(texts, encoded, strict=True):
+            by_tokens.setdefault(tuple(tokens), name)
+        return {
+            name: list(ids_) for ids_, name in by_tokens.items() if ids_ not in {tuple(ids), ()}
+        }
 
     def _edits(self, text: str) -> Iterator[tuple[str, str]]:
         """Yield the name and text of each edited version of a prompt."""
-        if self._header:
-            if text.endswith(self._header):
-                yield "without the generation prompt", text.removesuffix(self._header)
-                yield "with an empty thinking block", f"{text}<think>\n\n</think>\n\n"
-            else:
-                yield "with the generation prompt", text + self._header
+        if self._header and text.endswith(self._header):
+            yield "without the generation prompt", text.removesuffix(self._header)
+            yield "with an empty thinking block", f"{text}<think>\n\n</think>\n\n"
+        elif self._header:
+            yield "with the generation prompt", text + self._header
         if self._user and self._user in text:
-            at = text.index(self._user)
-            if at:
-                yield "without the system prompt", text[at:]
-            for name, block in self._systems.items():
-                yield name, block + text[at:]
-        if self._end:
-            joined = text.replace(f"{self._end}\n", self._end)
-            split = re.sub(f"{re.escape(self._end)}(?!\n)", f"{self._end}\n", text)
-            yield "without newlines after messages", joined
+            user = text[text.index(self._user) :]
+            yield "without the system prompt", user
+            yield from ((name, block + user) for name, block in self._systems.items() if block)
+        if end := self._tokenizer.eos_token:
+            yield "without newlines after messages", text.replace(f"{end}\n", end)
+            split = re.sub(f"{re.escape(end)}(?!\n)", f"{end}\n", text)
             yield "with newlines after messages", split
-        if self._begin:
-            yield "with another beginning-of-sequence token", self._begin + text
-            yield "without a beginning-of-sequence token", text.removeprefix(self._begin)
+        if begin := self._tokenizer.backend.bos_token:
+            yield "with another beginning-of-sequence token", begin + text
+            yield "without a beginning-of-sequence token", text.removeprefix(begin)
         yield "without thinking in earlier answers", _THINKING.sub("", text)
 
     def _from_messages(self, messages: str | None) -> Iterator[tuple[str, str]]:
         """Yield the name and text of each rendering of the stored messages."""
         try:
             stored = json.loads(messages or "null")
-            if not isinstance(stored, list) or not stored:
-                return
             plain = [normalize(message, _WHERE) for message in stored]
-        except (ValueError, RecursionError):
+        except (TypeError, ValueError, RecursionError):  # not a list of messages
             return
         templates: dict[str, str | None] = {"the tokenizer's chat template": None}
-        templates |= {f"the template {name}": name for name in TEMPLATES}
-        for name, template in templates.items():
-            tokenizer = self._tokenizer if template is None else _with(self._tokenizer, template)
-            text = self._rendered(tokenizer, plain, generation_prompt=True)
-            if text:
+        for name, template in (
+            templates | {f"the template {one}": one for one in TEMPLATES}
+        ).items():
+            tokenizer = self._tokenizer
+            if template is not None:
+                backend = copy(tokenizer.backend)
+                backend.chat_template = find_template(template)
+                tokenizer = dataclasses.replace(tokenizer, backend=backend)
+            if plain and (text := _rendered(tokenizer, plain, generation_prompt=True)):
                 yield f"rendered with {name}", text
 
-    def _system_blocks(self, plain: str) -> Iterator[tuple[str, str]]:
-        """Yield a name and the text before the first user message, for several system prompts."""
-        if not self._user or self._user not in plain:
-            return
-        if before := plain[: plain.index(self._user)]:
-            yield "with the template's system prompt", before
-        for system in SYSTEM_PROMPTS:
-            chat = [{"role": "system", "content": system}, {"role": "user", "content": "-"}]
-            text = self._rendered(self._tokenizer, chat, generation_prompt=False)
-            if text and self._user in text:
-                yield f"with the system prompt {system!r}", text[: text.index(self._user)]
 
-    @staticmethod
-    def _rendered(
-        tokenizer: ChatTokenizer, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool
-    ) -> str | None:
-        try:
-            return tokenizer.render(messages, generation_prompt=generation_prompt, where=_WHERE)
-        except RolloutError:
-            return None
-
-
-def _with(tokenizer: ChatTokenizer, template: str) -> ChatTokenizer:
-    """Return a copy of the tokenizer with another chat template."""
-    backend = copy(tokenizer.backend)
-    backend.chat_template = find_template(template)
-    return dataclasses.replace(tokenizer, backend=backend)
+def _rendered(
+    tokenizer: ChatTokenizer, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool
+) -> str:
+    """Render messages; empty if the template cannot."""
+    try:
+        return tokenizer.render(messages, generation_prompt=generation_prompt, where=_WHERE)
+    except RolloutError:
+        return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import polars as pl
@@ -11,10 +12,9 @@ from rich.text import Text
 
 from rollout_io.terminal import duration, printable
 from schemas.errors import count
-from schemas.forensics import MEANINGS
+from schemas.forensics import MEANINGS, NO_FAULT
+from trainer.forensics.audit.audit import AuditResult
 from trainer.forensics.audit.causes import likely_causes
-from trainer.forensics.audit.result import FAULTS, AuditResult, Plan
-from trainer.forensics.audit.scores import Cost
 from trainer.forensics.screens import bare_table, drawn, section
 
 ASSUMED_RAW = " (assumed: no row reveals the kind)"
@@ -23,43 +23,19 @@ TOO_CLOSE = 0.25
 engine's noise."""
 
 
-def estimate(plan: Plan, cost: Cost) -> str:
-    """Describe the cost of an audit, from its speed so far.
-
-    Example:
-        >>> plan = Plan(num_candidates=3, num_distinct=1000, num_first=1400, num_most=3000)
-        >>> estimate(plan, Cost(num_tokens=500, seconds=2.0))
-        '3 candidates, 1,000 distinct tokens: 1,400 to 3,000 tokens to forward, 5.6 s to 12 s at \
-250 tokens/s'
-    """
-    tokens, times = f"{plan.num_first:,}", duration(plan.num_first / cost.speed)
-    if plan.num_most > plan.num_first:
-        tokens += f" to {plan.num_most:,}"
-        times += f" to {duration(plan.num_most / cost.speed)}"
-    return (
-        f"{count(plan.num_candidates, 'candidate')}, {plan.num_distinct:,} distinct tokens:"
-        f" {tokens} tokens to forward, {times} at {cost.speed:,.0f} tokens/s"
-    )
-
-
 def summary(result: AuditResult, limit: int) -> dict[str, Any]:
     """Return the summary of an audit for JSON, with the `limit` worst spans."""
-    plan, cost = result.plan, result.cost
+    candidates, counts = result.candidates, _counts(result.verdicts)
     return {
         "num_rows": result.num_rows,
         "num_spans": len(result.verdicts),
         "num_faulty_spans": len(result.faults),
-        "num_faulty_rows": _num_rows(result.faults),
-        "verdicts": {
-            kind: {"spans": spans, "rows": rows, "tokens": tokens}
-            for kind, spans, rows, tokens in _counts(result.verdicts).iter_rows()
-        },
-        "causes": likely_causes(result.verdicts, result.candidates),
-        "candidates": [
-            {"version": one.version, "weights": str(one.path)} for one in result.candidates
-        ],
+        "num_faulty_rows": result.faults.select("trajectory_id", "step_index").n_unique(),
+        "verdicts": {row.pop("kind"): row for row in counts.iter_rows(named=True)},
+        "causes": likely_causes(result.verdicts, candidates),
+        "candidates": [{"version": one.version, "weights": str(one.path)} for one in candidates],
         "differences": [
-            {"first": result.candidates[a].name, "second": result.candidates[b].name, "mean": value}
+            {"first": candidates[a].name, "second": candidates[b].name, "mean": value}
             for (a, b), value in sorted(result.apart.items())
         ],
         "logprobs_mode": result.mode,
@@ -71,24 +47,19 @@ def summary(result: AuditResult, limit: int) -> dict[str, Any]:
             "num_tokens": result.noise.num_tokens,
         },
         "cost": {
-            "num_distinct_tokens": plan.num_distinct,
-            "num_forwarded_tokens": cost.num_tokens,
-            "share": cost.num_tokens / max(plan.num_candidates * plan.num_distinct, 1),
-            "seconds": cost.seconds,
+            "num_distinct_tokens": result.num_distinct,
+            "num_forwarded_tokens": result.num_tokens,
+            "share": result.share,
+            "seconds": result.seconds,
             "num_suspicious_rows": result.num_suspicious,
-            "num_planned_first_tokens": plan.num_first,
         },
-        "worst": worst(result, limit).to_dicts(),
+        "worst": _worst(result, limit).to_dicts(),
     }
 
 
-def worst(result: AuditResult, limit: int) -> pl.DataFrame:
+def _worst(result: AuditResult, limit: int) -> pl.DataFrame:
     """Return the `limit` spans whose fault is most certain."""
     return result.faults.sort("log_likelihood_ratio", descending=True).head(limit)
-
-
-def _num_rows(verdicts: pl.DataFrame) -> int:
-    return verdicts.select("trajectory_id", "step_index").n_unique()
 
 
 def _counts(verdicts: pl.DataFrame) -> pl.DataFrame:
@@ -98,51 +69,53 @@ def _counts(verdicts: pl.DataFrame) -> pl.DataFrame:
         rows=pl.struct("trajectory_id", "step_index").n_unique(),
         tokens=pl.col("num_tokens").sum(),
     )
-    order = {kind: number for number, kind in enumerate(MEANINGS)}
-    return counts.sort(pl.col("kind").replace_strict(order, return_dtype=pl.Int32))
+    return pl.DataFrame({"kind": list(MEANINGS)}).join(counts, on="kind", maintain_order="left")
 
 
 def screen(path: str, result: AuditResult, limit: int) -> str:
     """Format the summary of an audit for the terminal."""
-    causes = likely_causes(result.verdicts, result.candidates)
+    verdicts = _table("verdict", "spans", "rows", "tokens", "")
+    for kind, *numbers in _counts(result.verdicts).iter_rows():
+        style = "" if kind in NO_FAULT else "red"
+        verdicts.add_row(kind, *map("{:,}".format, numbers), MEANINGS[kind], style=style)
     parts: list[RenderableType] = [
         Text(f"{path}: {count(result.num_rows, 'row')} audited"),
-        *(Text(line) for line in _facts(result)),
-        *section("Verdicts", _verdict_table(result)),
+        *(Text(f"{name:<20}{text}") for name, text in _facts(result)),
+        *section("Verdicts", verdicts),
     ]
-    if causes:
-        lines = [Text(printable(text)) for text in causes]
-        parts += section("Likely causes", Group(*lines))
+    if causes := likely_causes(result.verdicts, result.candidates):
+        parts += section("Likely causes", Group(*(Text(printable(text)) for text in causes)))
     if limit and len(result.faults):
-        parts += section("Most certain faults", _worst_table(worst(result, limit)))
+        faults = _table("row", "tokens", "fault", "nats", "found")
+        for one in _worst(result, limit).iter_rows(named=True):
+            where = printable(f"{one['trajectory_id']} step {one['step_index']}")
+            numbers = [f"{one['num_tokens']:,}", f"{one['log_likelihood_ratio']:,.0f}"]
+            reason = printable(one["reason"])
+            faults.add_row(where, numbers[0], one["kind"], numbers[1], reason)
+        parts += section("Most certain faults", faults)
     return drawn(parts)
 
 
-def _facts(result: AuditResult) -> list[str]:
-    noise, cost = result.noise, result.cost
+def _facts(result: AuditResult) -> Iterator[tuple[str, str]]:
+    noise, candidates, apart = result.noise, result.candidates, result.apart
     inferred = ""
     if result.mode_is_inferred:
         tokens = count(result.num_mode_tokens, "token")
         inferred = f" (inferred from {tokens})" if result.num_mode_tokens else ASSUMED_RAW
-    if noise.num_tokens:
-        text = f"{noise.mean_difference:.2g} nats on average, from {noise.num_tokens:,} tokens"
-    else:
-        text = "assumed to be typical of bfloat16, because no candidate fits the rows"
-    lines = [f"log-probabilities   {result.mode}{inferred}", f"engine's noise      {text}"]
-    if result.apart:
-        least, most = min(result.apart.values()), max(result.apart.values())
-        between = f"{least:.2g}" if len(result.apart) == 1 else f"{least:.2g} to {most:.2g}"
-        lines.append(f"candidates          {len(result.candidates)}, {between} nats apart")
-    for (a, b), distance in result.apart.items():
+    yield "log-probabilities", f"{result.mode}{inferred}"
+    text = f"{noise.mean_difference:.2g} nats on average, from {noise.num_tokens:,} tokens"
+    assumed = "assumed to be typical of bfloat16, because no candidate fits the rows"
+    yield "engine's noise", text if noise.num_tokens else assumed
+    if apart:
+        least, most = min(apart.values()), max(apart.values())
+        between = f"{least:.2g}" if len(apart) == 1 else f"{least:.2g} to {most:.2g}"
+        yield "candidates", f"{len(candidates)}, {between} nats apart"
+    for (a, b), distance in apart.items():
         if distance < TOO_CLOSE * noise.mean_difference:
-            names = f"{result.candidates[a].name} and {result.candidates[b].name}"
-            lines.append(f"indistinguishable   {names}: a row that fits one also fits the other")
-    share = cost.num_tokens / max(result.plan.num_candidates * result.plan.num_distinct, 1)
-    lines.append(
-        f"forwarded           {cost.num_tokens:,} tokens in {duration(cost.seconds)} ({share:.0%} of"
-        " candidates x distinct tokens)"
-    )
-    return lines
+            names = f"{candidates[a].name} and {candidates[b].name}"
+            yield "indistinguishable", f"{names}: a row that fits one also fits the other"
+    tokens = f"{result.num_tokens:,} tokens in {duration(result.seconds)}"
+    yield "forwarded", f"{tokens} ({result.share:.0%} of candidates x distinct tokens)"
 
 
 def _table(*names: str) -> Table:
@@ -150,23 +123,4 @@ def _table(*names: str) -> Table:
     for name in names:
         right = name not in ("", "verdict", "row", "fault", "found")
         table.add_column(name, justify="right" if right else "left", no_wrap=name != "found")
-    return table
-
-
-def _verdict_table(result: AuditResult) -> Table:
-    table = _table("verdict", "spans", "rows", "tokens", "")
-    for kind, spans, rows, tokens in _counts(result.verdicts).iter_rows():
-        style = "red" if kind in FAULTS else ""
-        numbers = [f"{value:,}" for value in (spans, rows, tokens)]
-        table.add_row(kind, *numbers, MEANINGS[kind], style=style)
-    return table
-
-
-def _worst_table(faults: pl.DataFrame) -> Table:
-    table = _table("row", "tokens", "fault", "nats", "found")
-    for one in faults.iter_rows(named=True):
-        where = f"{one['trajectory_id']} step {one['step_index']}"
-        ratio = f"{one['log_likelihood_ratio']:,.0f}"
-        fault = printable(one["reason"])
-        table.add_row(printable(where), f"{one['num_tokens']:,}", one["kind"], ratio, fault)
     return table

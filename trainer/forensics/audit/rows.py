@@ -51,9 +51,7 @@ OFF = Truncation()
 class AuditRows:
     """R rows (steps) of complete groups, with S spans and T response tokens."""
 
-    # As stored, with `first_token` (position of the row's first token in the response of its step),
-    # and `num_response_tokens` of that response; `row_digest` is that of the stored row.
-    table: pl.DataFrame
+    table: pl.DataFrame  # see `read_steps`
     mode: LogprobsMode | None  # kind of the stored log-probabilities; None if unknown
     defaults: SamplingDefaults  # settings that may have sampled rows that record none
     prompts: Ragged
@@ -103,45 +101,34 @@ class AuditRows:
         for row in np.flatnonzero(rows).tolist():
             self.reasons[row] = self.reasons[row] or reason
 
-    def name(self, row: int) -> str:
-        """Return a row's name, for messages."""
-        _, trajectory, step = self.table.select(KEYS).row(row)
-        return f"trajectory '{trajectory}', row {step}"
-
 
 def read_audit_rows(
-    rollouts: pl.LazyFrame,
-    metadata: DatasetMetadata,
-    mode: LogprobsMode | None = None,
-    defaults: SamplingDefaults = NEUTRAL,
+    rollouts: pl.LazyFrame, metadata: DatasetMetadata, defaults: SamplingDefaults = NEUTRAL
 ) -> list[AuditRows]:
-    """Read the rows of a dataset, with merged rows split into steps.
+    """Read the rows of a valid rollout table, with merged rows split into steps.
 
-    Args:
-        rollouts: A valid rollout table.
-        metadata: Metadata of its dataset.
-        mode: Kind of the stored log-probabilities; None: as in the metadata.
-        defaults: Settings that may have sampled rows that record none.
-
-    Returns:
-        Chunks of about `CHUNK_TOKENS` response tokens, each of complete groups.
+    `defaults` are settings that may have sampled rows that record none. Returns chunks of about
+    `CHUNK_TOKENS` response tokens, each of complete groups.
     """
     steps = read_steps(rollouts, metadata)
-    total = steps["response_ids"].list.len().cum_sum().to_numpy()
-    ends = np.append(np.flatnonzero(steps["instance_id"].rle_id().diff().fill_null(0)), len(steps))
-    chunks, first = [], 0
-    for end in ends.tolist() if len(steps) else []:
-        if total[end - 1] - (total[first - 1] if first else 0) >= CHUNK_TOKENS or end == len(steps):
-            table = steps[first:end]
-            chunks.append(to_audit_rows(table, mode or metadata.logprobs_mode, defaults))
-            first = end
-    return chunks
+    tokens = steps["response_ids"].list.len().cum_sum() - 1
+    group = steps["instance_id"].rle_id()
+    # A group belongs to the chunk in which its last token lies.
+    chunk = (tokens // CHUNK_TOKENS).to_frame("chunk").select(pl.col("chunk").max().over(group))
+    return [
+        to_audit_rows(table, metadata.logprobs_mode, defaults)
+        for table in steps.with_columns(chunk).partition_by(
+            "chunk", include_key=False, maintain_order=True
+        )
+    ]
 
 
 def read_steps(rollouts: pl.LazyFrame, metadata: DatasetMetadata) -> pl.DataFrame:
     """Read the columns that an audit uses; the rows of a group are contiguous.
 
-    A row is a step, or a range of its tokens that one version of the weights sampled.
+    A row is a step, or a range of its tokens that one version of the weights sampled: `first_token` is
+    the position of its first token in the response of the step, `num_response_tokens` the length of
+    that response, and `row_digest` that of the stored row.
     """
     present = rollouts.collect_schema()
     names = (*KEYS, *LABELS, *TOKENS, *OPTIONAL, VERSIONS, "is_last_step")
@@ -149,35 +136,39 @@ def read_steps(rollouts: pl.LazyFrame, metadata: DatasetMetadata) -> pl.DataFram
     steps = steps.select("row_digest", *(name for name in names if name in present))
     types: pl.DataFrame = pl.DataFrame(arrow_schema(LABELS).empty_table())
     absent = {name: types.schema[name] for name in LABELS if name not in present}
-    table = steps.with_columns(pl.lit(None, kind).alias(n) for n, kind in absent.items()).collect()
+    length = pl.col("response_ids").list.len().cast(pl.Int64)
+    table = steps.with_columns(
+        *(pl.lit(None, kind).alias(name) for name, kind in absent.items()),
+        num_response_tokens=length,
+        step=pl.col("step_index"),
+    ).collect()
     if "sampling_extra" in absent:
         extra = sampling_extra_of(metadata.made_by)
         table = table.with_columns(sampling_extra=pl.lit(extra, pl.String))
-    table = _by_version(table)
-    order = table["instance_id"].rank("dense").to_numpy()  # adjacent rows then share tokens
-    return table[np.argsort(order, kind="stable")]
-
-
-def _by_version(steps: pl.DataFrame) -> pl.DataFrame:
-    """Split steps where the weights changed, and describe the response that a row is a part of."""
-    tokens = pl.col("response_ids")
-    steps = steps.with_columns(
-        num_response_tokens=tokens.list.len().cast(pl.Int64),
-        step=pl.col("step_index"),
-    )
-    if VERSIONS in steps.columns:
-        steps = pl.DataFrame(split_versions(steps.to_arrow()))
-    length = tokens.list.len().cast(pl.Int64)
+    if VERSIONS in present:
+        table = pl.DataFrame(split_versions(table.to_arrow()))
     first = length.cum_sum().over("trajectory_id", "step") - length
-    unused = {VERSIONS, "is_last_step", "step"} & set(steps.columns)
-    return steps.with_columns(step_index="step", first_token=first).drop(unused)
+    table = table.with_columns(step_index="step", first_token=first)
+    # Adjacent rows then share tokens.
+    table = table.with_columns(pl.col("instance_id").rank("dense").alias("group"))
+    table = table.sort("group", maintain_order=True)
+    return table.drop(VERSIONS, "is_last_step", "step", "group", strict=False)
 
 
 def to_audit_rows(
     table: pl.DataFrame, mode: LogprobsMode | None, defaults: SamplingDefaults = NEUTRAL
 ) -> AuditRows:
     """Convert a table of steps, with the columns that `read_steps` selects."""
-    labels, is_assumed = _with_defaults(table, defaults)
+    for name in {"token_source", PICTURES} - set(table.columns):
+        table = table.with_columns(pl.lit(None).alias(name))
+    records_none = pl.all_horizontal(pl.col(name).is_null() for name in COLUMNS)
+    is_assumed = table.select(records_none & defaults.are_unknown()).to_series()
+    labels = table.with_columns(
+        *(pl.when(is_assumed).then(getattr(defaults, n)).otherwise(n).alias(n) for n in COLUMNS),
+        sampling_extra=pl.when(is_assumed & pl.col("sampling_extra").is_null())
+        .then(pl.lit(defaults.extra, pl.String))
+        .otherwise("sampling_extra"),
+    )
     prompts, responses, stored = (
         Ragged.from_arrow(table[name].to_arrow())
         for name in ("prompt_token_ids", "response_ids", "rollout_logprobs")
@@ -186,23 +177,18 @@ def to_audit_rows(
     logprobs[np.repeat(stored.valid, responses.lengths)] = stored.values
     extras = [json.loads(extra or "{}") for extra in labels["sampling_extra"]]
     min_p = np.array([extra.pop("min_p", None) or 0.0 for extra in extras], np.float64)
-    off = {"temperature": 1.0, "top_p": 1.0, "top_k": 0.0}
     temperature, top_p, top_k = (
-        labels[name].cast(pl.Float64).fill_null(0.0).replace(0.0, value).to_numpy()
-        for name, value in off.items()
+        labels[name].cast(pl.Float64).fill_null(0.0).replace(0.0, off).to_numpy()
+        for name, off in zip(COLUMNS, (1.0, 1.0, 0.0), strict=True)
     )
     settings = np.column_stack([1 / temperature, top_p, top_k, min_p]).astype(np.float32)
-    sources, pictures = (
-        table[name] if name in table.columns else [None] * len(table)
-        for name in ("token_source", PICTURES)
-    )
     reasons = [
         NO_LOGPROBS * (not has_logprobs)
         or RETOKENIZED * (source == "retokenized")
         or PICTURED * (shown is not None and len(shown) > 0)
         or OTHER_SETTINGS * (bool(extra) and mode != "raw")
         for has_logprobs, source, shown, extra in zip(
-            stored.valid, sources, pictures, extras, strict=True
+            stored.valid, table["token_source"], table[PICTURES], extras, strict=True
         )
     ]
     return AuditRows(
@@ -214,24 +200,10 @@ def to_audit_rows(
         logprobs=logprobs,
         settings=settings,
         temperature=table["temperature"].cast(pl.Float64).fill_null(float("nan")).to_numpy(),
-        is_assumed=is_assumed & (settings != np.array([1, 1, 0, 0])).any(1),
+        is_assumed=is_assumed.to_numpy() & (settings != np.array([1, 1, 0, 0])).any(1),
         reasons=reasons,
         spans=_spans(table, responses, logprobs),
     )
-
-
-def _with_defaults(
-    table: pl.DataFrame, defaults: SamplingDefaults
-) -> tuple[pl.DataFrame, BoolArray]:
-    """Fill in the settings of rows that record none; also return which rows these are ([R] bool)."""
-    rows = table.lazy()
-    if "token_source" not in table.columns:
-        rows = rows.with_columns(token_source=pl.lit("engine"))
-    records_none = pl.all_horizontal(pl.col(name).is_null() for name in COLUMNS)
-    assumed = rows.select(records_none & defaults.are_unknown()).collect().to_series()
-    filled, names = defaults.fill(rows).collect(), (*COLUMNS, "sampling_extra")
-    columns = [pl.when(assumed).then(filled[name]).otherwise(name).alias(name) for name in names]
-    return table.select(columns), assumed.to_numpy()
 
 
 def _spans(table: pl.DataFrame, responses: Ragged, logprobs: npt.NDArray[np.float32]) -> IntArray:
@@ -243,21 +215,19 @@ def _spans(table: pl.DataFrame, responses: Ragged, logprobs: npt.NDArray[np.floa
     """
     mask = Ragged.from_arrow(table["loss_mask"].to_arrow()).values.astype(np.bool_)
     counts = mask | (logprobs != 0)
-    row_of = responses.row_of(np.arange(len(counts)))
-    position = np.arange(len(counts)) - responses.offsets[row_of]
+    slots = np.arange(len(counts))
+    row_of = responses.row_of(slots)
     last = np.full(len(table), -1, np.int64)
-    last[row_of[counts]] = position[counts]
+    last[row_of[counts]] = slots[counts]
     trains = np.bincount(row_of[mask], minlength=len(table)) > 0
     has_segments, spans = np.zeros(len(table), np.bool_), np.zeros((0, 3), np.int64)
     if "segments" in table.columns:
         has_segments = (table["segments"].list.len().fill_null(0) > 0).to_numpy()
         segments = table.with_row_index("row").select("row", "segments").explode("segments")
-        fields = segments.drop_nulls().select(
-            "row", pl.col("segments").struct.field("start", "length")
-        )
-        spans = fields.to_numpy().astype(np.int64)
+        start_and_length = pl.col("segments").struct.field("start", "length")
+        spans = segments.drop_nulls().select("row", start_and_length).to_numpy().astype(np.int64)
         spans[:, 1] += responses.offsets[spans[:, 0]]
-    inside = (position <= last[row_of]) & (counts | ~trains[row_of]) & ~has_segments[row_of]
+    inside = (slots <= last[row_of]) & (counts | ~trains[row_of]) & ~has_segments[row_of]
     edges = np.flatnonzero(np.diff(np.where(inside, row_of, -1), prepend=-1, append=-1))
     begin = edges[np.append(inside, [False])[edges]]
     end = edges[np.append([False], inside)[edges]]

@@ -10,25 +10,25 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import polars as pl
+import pyarrow as pa
+from torch import Tensor
 
 from rollout_io.terminal import Bar
-from schemas.ragged import IntArray
-from trainer.batch import Batch
+from schemas.forensics import UPDATE_SHARE_COLUMNS
+from schemas.numpy_arrays import to_arrow
+from schemas.ragged import IntArray, offsets_of
 from trainer.batches.stored_rows import Origins
-from trainer.forensics.blame.gradients import (
-    RowGradients,
-    check_rows_are_separate,
-    inner_products,
-    norm,
-    row_gradients,
-)
-from trainer.forensics.blame.shares import outlier_scores, shares_table, traits
+from trainer.forensics.blame.gradients import Linearized, linearize, norm
 from trainer.forensics.replay.reconstruct import Reconstruction, reconstruct
 from trainer.forensics.replay.replay import Forwarding, refuse_several_processes
 from trainer.run.pass_progress import ticking
-from trainer.update import Step
 
 Values = npt.NDArray[np.float64]
+OF_SEQUENCE = ("gradient_norm", "advantage", "mismatch", "surprise", "score")
+QUANTILE = 0.9
+SHARE_SCALE = 10.0
+FLOOR = 1e-12
+SHARES = pl.Schema({c.name: pl.Series(pa.array([], c.type)).dtype for c in UPDATE_SHARE_COLUMNS})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +56,7 @@ class Blame:
     rows: pl.DataFrame  # sorted by how far they stand out
     trajectories: pl.DataFrame  # by decreasing |share|, with `num_rows` and `share`
     groups: pl.DataFrame  # like `trajectories`
-    shares: pl.DataFrame  # one row for each row of the dataset: see `shares_table`
+    shares: pl.DataFrame  # one row for each row of the dataset: see `_shares`
 
 
 def blame(run: str | Path, update: int, *, places: Mapping[str, str] | None = None) -> Blame:
@@ -90,32 +90,32 @@ def attribute(
         RolloutError: See `blame`.
     """
     step, training = reconstruction.step, reconstruction.run
-    batch, origins, forests = step.batch, step.batch.origins, step.forests
+    origins = step.batch.origins
     assert origins is not None  # `reconstruct` records all tokens
-    gradients = row_gradients(training, batch, forests)
-    check_rows_are_separate(training, batch, forests, gradients)
-    total = gradients.gradient
-    products = inner_products(training, batch, forests, gradients.coefficients, total)
+    update = linearize(training, step.batch, step.forests)
+    update.check_separate()
+    norms, total = update.gradients()
     square = norm(total) ** 2
-    token_shares = products.numpy() / max(square, 1e-300)
-    rows = _rows(step, gradients, token_shares)
-    rows = rows.sort("score", descending=True, maintain_order=True)
-    name, update = str(run or reconstruction.recorded.path), reconstruction.update
-    dataset = training.config.data.dataset
+    token_shares = update.products(total) / max(square, 1e-300)
+    rows = _rows(update, origins, norms, token_shares)
+    named, dataset = str(run or reconstruction.recorded.path), training.config.data.dataset
+    keys: dict[str, str | int] = {
+        "run": named,
+        "global_step": reconstruction.update,
+        "dataset": dataset,
+    }
     return Blame(
-        run=name,
+        run=named,
         places=dict(places or {}),
-        update=update,
+        update=reconstruction.update,
         dataset=dataset,
         gradient_norm=square**0.5,
         max_grad_norm=training.config.optimizer.max_grad_norm,
-        num_targets=int(gradients.targets.sum()),
+        num_targets=int(update.targets.sum()),
         rows=rows.drop("batch_row"),
         trajectories=_units(rows, "trajectory_id"),
         groups=_units(rows, "instance_id"),
-        shares=shares_table(
-            name, update, dataset, origins, gradients.targets, token_shares, batch, rows
-        ),
+        shares=_shares(update, origins, token_shares, rows, keys),
     )
 
 
@@ -125,44 +125,140 @@ def _units(rows: pl.DataFrame, key: str) -> pl.DataFrame:
     return units.sort(pl.col("share").abs(), descending=True, maintain_order=True)
 
 
-def _rows(step: Step, gradients: RowGradients, token_shares: Values) -> pl.DataFrame:
-    """Build the table `Blame.rows`, in the order of the batch."""
-    batch, origins, rows = step.batch, step.batch.origins, gradients.rows
-    assert origins is not None
-    slots = np.flatnonzero(gradients.targets)
+def _rows(
+    update: Linearized, origins: Origins, norms: Values, token_shares: Values
+) -> pl.DataFrame:
+    """Build the table `Blame.rows`, with each row's index in the batch as `batch_row`."""
+    batch, rows = update.batch, update.rows
+    slots = np.flatnonzero(update.targets)
     row, size = batch.responses.row_of(slots), len(batch.names)
     num_targets = np.bincount(row, minlength=size)[rows]
     share = np.bincount(row, token_shares[slots], size)[rows].astype(np.float64)
     advantage = np.bincount(row, batch.advantages.numpy()[slots], size)[rows]
-    of_rows = traits(gradients, batch, share)
-    scores = outlier_scores(of_rows)
-    names, best = list(scores), np.argmax(list(scores.values()), axis=0)
-    labels = pl.DataFrame([_label(batch, origins, slots[row == number], number) for number in rows])
-    return labels.with_columns(
+    of_rows = traits(update, norms, share)
+    scores = pl.DataFrame(outlier_scores(of_rows))
+    best = scores.to_numpy().argmax(1)
+    labels = [_label(update, origins, slots[row == number], number) for number in rows.tolist()]
+    table = pl.DataFrame(labels).with_columns(
         batch_row=rows,
         instance_id=pl.Series([batch.group_names[batch.group[number]] for number in rows]),
         num_targets=num_targets,
         advantage=advantage / num_targets,
         share=share,
-        gradient_norm=gradients.norms,
+        gradient_norm=norms,
         mismatch=of_rows["mismatch"],
         surprise=of_rows["surprise"],
-        score=np.max(list(scores.values()), axis=0),
-        trait=pl.Series([names[number] for number in best]),
+        score=scores.max_horizontal(),
+        trait=pl.Series([scores.columns[number] for number in best]),
     )
+    return table.sort("score", descending=True, maintain_order=True)
 
 
-def _label(batch: Batch, origins: Origins, slots: IntArray, row: int) -> dict[str, Any]:
+def _label(update: Linearized, origins: Origins, slots: IntArray, row: int) -> dict[str, Any]:
     """Name a row of the batch after the stored rows that contain its targets (`slots`)."""
-    stored = np.unique(origins.of(slots)[0])
-    steps = np.sort(origins.rows["step_index"].to_numpy()[stored]).tolist()
-    trajectory = str(origins.rows["trajectory_id"][int(stored[0])])
+    stored = origins.rows[np.unique(origins.of(slots)[0])]
+    steps = stored["step_index"].sort().to_list()
+    trajectory, of_batch = str(stored["trajectory_id"][0]), update.batch.trajectory
     named = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]}-{steps[-1]}"
-    is_alone = np.count_nonzero(batch.trajectory == batch.trajectory[row]) == 1
-    selectors = [trajectory] if is_alone else [f"{trajectory}:{step}" for step in steps]
+    is_alone = np.count_nonzero(of_batch == of_batch[row]) == 1
     return {
         "row": f"{trajectory}, {named}",
         "trajectory_id": trajectory,
         "steps": steps,
-        "selectors": selectors,
+        "selectors": [trajectory] if is_alone else [f"{trajectory}:{step}" for step in steps],
     }
+
+
+def _shares(
+    update: Linearized,
+    origins: Origins,
+    token_shares: Values,
+    rows: pl.DataFrame,
+    keys: Mapping[str, str | int],
+) -> pl.DataFrame:
+    """Build the table of shares, with one row for each stored row that the update trained on.
+
+    The columns `share` and `token_shares` describe the stored row. All later columns describe the
+    sequence that the update forwarded, which consists of several stored rows if these were merged:
+    `sequence` is the rank of the sequence, `num_sequence_rows` is its number of stored rows, and
+    the remaining columns are defined in `Blame.rows`. `token_shares` is [T]; `rows` are in order of
+    rank.
+    """
+    slots = np.flatnonzero(update.targets)
+    stored, position = origins.of(slots)
+    used, record = np.unique(stored, return_inverse=True)
+    records = origins.rows[used]
+    offsets = offsets_of(records["num_tokens"].to_numpy())
+    at = offsets[record] + position
+    values, missing = np.zeros(offsets[-1], np.float32), np.ones(offsets[-1], np.bool_)
+    values[at], missing[at] = token_shares[slots], False
+    flat = to_arrow(values, pa.float32(), mask=missing)
+    lists = pa.ListArray.from_arrays(to_arrow(offsets, pa.int32()), flat)
+    rank = np.full(len(update.batch.names), -1)
+    rank[rows["batch_row"].to_numpy()] = np.arange(len(rows))
+    sequence = np.full(len(used), len(rows))
+    np.minimum.at(sequence, record, rank[update.batch.responses.row_of(slots)])
+    table = records.with_columns(
+        *(pl.lit(value).alias(name) for name, value in keys.items()),
+        pl.Series("share", np.bincount(record, token_shares[slots], len(used))),
+        pl.Series("token_shares", lists),
+    )
+    return (
+        table.select(*SHARES)
+        .cast(SHARES)
+        .with_columns(
+            pl.Series("sequence", sequence + 1, pl.Int32),
+            pl.Series("num_sequence_rows", np.bincount(sequence)[sequence], pl.Int32),
+            *rows.select(OF_SEQUENCE)[sequence],
+        )
+    )
+
+
+def traits(update: Linearized, norms: Values, share: Values) -> dict[str, Values]:
+    """Compute the traits by which a row may stand out, for each row of `update.rows` ([R] each).
+
+    These are `share`; `gradient_norm`: L2 norm of the row's gradient; `advantage`: mean of
+    |advantage|; `mismatch`: mean of |old_logprobs - rollout_logprobs| in nats, NaN without
+    `rollout_logprobs`; `surprise`: mean of -logprobs in nats. Means are over the row's targets.
+    """
+    slots, batch, logprobs = np.flatnonzero(update.targets), update.batch, update.outputs
+    row, old = batch.responses.row_of(slots), batch.old_logprobs
+    mismatch = (logprobs if old is None else old) - batch.rollout_logprobs
+
+    def mean(values: Tensor) -> Values:
+        sums = np.bincount(row, values.numpy()[slots].astype(np.float64), len(batch.names))
+        return sums[update.rows] / np.bincount(row, minlength=len(batch.names))[update.rows]
+
+    return {
+        "share": share,
+        "gradient_norm": norms,
+        "advantage": mean(batch.advantages.abs()),
+        "mismatch": mean(mismatch.abs()),
+        "surprise": mean(-logprobs),
+    }
+
+
+def outlier_scores(traits: Mapping[str, Values]) -> dict[str, Values]:
+    """Compute a score for each trait, which measures how far each of R rows stands out in it.
+
+    The score of a share p of the gradient is 10 (|p| - 1 / R): a row whose share exceeds 1 / R by
+    40 percentage points scores 4, whatever the shares of the other rows. The score of any other
+    trait x is
+
+        (x - median) / (q90 - median)
+
+    where q90 is the 90 % quantile over all rows, so that a tenth of the rows has a score above 1.
+    Gradient norms are compared by their logarithm, because they are products of the reduction's
+    weight, the advantage and the gradient of the tokens' log-probabilities. Unknown traits score 0.
+    """
+    return {name: _score(name, values) for name, values in traits.items()}
+
+
+def _score(name: str, values: Values) -> Values:
+    if not len(values) or np.isnan(values).any():
+        return np.zeros(len(values))
+    if name == "share":
+        return np.asarray(SHARE_SCALE * (np.abs(values) - 1 / len(values)))
+    x = np.log(np.maximum(values, FLOOR)) if name == "gradient_norm" else values
+    middle, high = np.quantile(x, [0.5, QUANTILE])
+    return np.asarray((x - middle) / max(high - middle, 0.05 * abs(middle), FLOOR))

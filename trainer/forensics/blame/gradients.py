@@ -11,14 +11,14 @@ c_t and e_t contain everything else that the loss depends on: weights and denomi
 reduction, advantages, ratios, clipping, corrections, divergence. The values of c_t and e_t come
 from the update with all rows. Quantities that depend on several rows (denominators, the selection
 of clip_cov and kl_cov) are constants: G_i does not contain their derivatives, and neither does the
-update's gradient. A user's loss that compares rows is rejected: see `check_rows_are_separate`.
+update's gradient. A user's loss that compares rows is rejected: see `Linearized.check_separate`.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -42,8 +42,7 @@ from trainer.models.policy import Policy
 from trainer.run.run import Run
 
 forward_ad: Any = torch.autograd.forward_ad
-Direction = Mapping[str, Tensor]
-"""A vector in parameter space: one tensor per trained parameter, by name."""
+FloatArray = npt.NDArray[np.float64]
 BUDGET = 4096
 """Tokens per micro-batch when rows are forwarded alone."""
 SEPARATE = 1e-3
@@ -52,107 +51,173 @@ this much, relative to the largest derivative of the micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Coefficients:
-    """Derivatives of an update's loss with respect to the policy's outputs; [T] float32 each."""
+class Linearized:
+    """An update's loss as a linear function of the policy's outputs at T response tokens.
 
-    logprobs: Tensor  # c_t; 0 at response tokens that are not targets
-    entropies: Tensor  # e_t; 0 if the entropy has no gradient
-    outputs: Tensor  # log-probabilities of the targets, nats
+    Vectors in parameter space are lists with one tensor for each parameter that the optimizer changes.
+    """
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RowGradients:
-    """Gradient of an update, and the gradient norms of its R rows."""
-
-    rows: IntArray  # [R] rows of the batch that have targets in the update, ascending
-    norms: npt.NDArray[np.float64]  # [R] L2 norm of each row's gradient
-    gradient: dict[str, Tensor]  # G, the sum of the rows' gradients; not clipped
-    targets: BoolArray  # [T] response tokens that are targets of the update
-    coefficients: Coefficients
+    learner: Run
     batch: Batch  # with the weights of the update's targets
+    forests: Sequence[Forest]
+    targets: BoolArray  # [T] response tokens that are targets of the update
+    c: Tensor  # [T] float32; 0 at response tokens that are not targets
+    e: Tensor  # [T] float32; 0 if the entropy has no gradient
+    outputs: Tensor  # [T] log-probabilities of the targets, nats
+
+    @property
+    def rows(self) -> IntArray:
+        """[R] rows of the batch that have targets in the update, ascending."""
+        return np.unique(self.batch.responses.row_of(np.flatnonzero(self.targets)))
+
+    @property
+    def _parameters(self) -> dict[str, torch.nn.Parameter]:
+        named = self.learner.policy.named_parameters()
+        return {name: parameter for name, parameter in named if parameter.requires_grad}
+
+    def _weighted(self, slot: Tensor, logprobs: Tensor, entropies: Tensor) -> Tensor:
+        c, e = (t[slot].to(logprobs.device) for t in (self.c, self.e))
+        return c * logprobs + e * entropies.to(logprobs.device)
+
+    def gradient(self, row: int) -> list[Tensor]:
+        """Compute the gradient of a row by forwarding only this row."""
+        batch, device = self.batch, self.learner.accelerator.device
+        parameters, rows = list(self._parameters.values()), np.array([row])
+        forests = chain_forests(
+            batch.prompts, batch.responses, self.targets, rows, BUDGET, routes=batch.routes
+        )
+        (forest,) = completed(forests, batch)  # a row is in one micro-batch, whatever its length
+        slot = forest.target_slot
+        outputs = self.learner.policy(forest.to(device), batch.temperature[slot].to(device))
+        weighted = self._weighted(slot, *outputs).sum()
+        return list(torch.autograd.grad(weighted, parameters, materialize_grads=True))
+
+    def gradients(self) -> tuple[FloatArray, list[Tensor]]:
+        """Compute the norm of each row's gradient ([R]) and their sum, the update's gradient.
+
+        There is one backward pass for each row. Rows of a tree share tokens, and are forwarded as
+        separate chains here. The gradient is not clipped.
+        """
+        total = [torch.zeros_like(parameter) for parameter in self._parameters.values()]
+        norms = np.zeros(len(self.rows))
+        for number, row in enumerate(self.rows.tolist()):
+            gradient = self.gradient(row)
+            norms[number] = norm(gradient)
+            for sum_, part in zip(total, gradient, strict=True):
+                sum_ += part
+        return norms, total
+
+    @torch.no_grad()
+    def products(self, direction: Sequence[Tensor]) -> FloatArray:
+        """Compute each target's contribution to the inner product of the gradient with a direction.
+
+            p_t = <c_t grad l_t + e_t grad h_t, v>,        so that <G_i, v> = sum of p_t over row i
+
+        p_t is the derivative of c_t l_t + e_t h_t at theta + x v with respect to x, at x = 0: one
+        forward pass in forward mode yields it for all targets of a micro-batch, for any kind of layer.
+        Rows may share tokens. Returns [T]: 0 at response tokens that are not targets.
+        """
+        learner, batch = self.learner, self.batch
+        device, products = learner.accelerator.device, np.zeros(len(self.targets))
+        for forest in self.forests:
+            slot = forest.target_slot
+            inputs = forest.to(device), batch.temperature[slot].to(device)
+            with (
+                _plain_experts(learner),
+                _quiet(),
+                forward_ad.dual_level(),
+                forward_mode_attention(),
+            ):
+                duals = {
+                    name: forward_ad.make_dual(parameter.detach(), tangent)
+                    for (name, parameter), tangent in zip(
+                        self._parameters.items(), direction, strict=True
+                    )
+                }
+                outputs = functional_call(learner.policy, duals, inputs)
+                tangents = [forward_ad.unpack_dual(output).tangent for output in outputs]
+            # Without a gradient, the entropy has no tangent.
+            tangents = [torch.zeros(len(slot)) if t is None else t for t in tangents]
+            products[slot.numpy()] = self._weighted(slot, *tangents).double().cpu().numpy()
+        return products
+
+    def check_separate(self) -> None:
+        """Check that in a user's loss, each row is independent of the other rows of its micro-batch.
+
+        Otherwise the gradient cannot be split into parts of single rows. In the losses of this package,
+        rows are independent, apart from the selection of targets by clip_cov and kl_cov.
+
+        Raises:
+            InputError: `blame_rows`: the derivatives of a row depend on other rows.
+        """
+        loss = self.learner.config.loss
+        for forest in self.forests if loss.has_own_loss else ():
+            slot = forest.target_slot
+            row = self.batch.responses.row_of(slot.numpy())
+            for number in np.unique(row):
+                at = slot[torch.from_numpy(row == number)]
+                try:
+                    alone, _ = derivatives(self.learner, self.batch, at, self.outputs[at])
+                except RolloutError:
+                    alone = torch.full((len(at),), torch.inf)
+                change = (alone.cpu() - self.c[at]).abs().max()
+                if change <= SEPARATE * self.c[slot].abs().max():
+                    continue
+                where = f"{POLICY_LOSS.path} {loss.policy_loss_type}"
+                finding = (
+                    f"the loss of row {self.batch.names[int(number)]} depends on other rows of its"
+                    " micro-batch, so the update cannot be split into the contributions of its rows"
+                )
+                hint = "rollouts replay --without shows the effect of leaving a row out"
+                raise InputError("blame_rows", where, finding, hint=hint)
 
 
-def row_gradients(learner: Run, batch: Batch, forests: Sequence[Forest]) -> RowGradients:
-    """Compute the gradient of an update and the norm of each row's gradient.
-
-    There is one backward pass for each row. Rows of a tree share tokens, and are forwarded as
-    separate chains here.
+def linearize(learner: Run, batch: Batch, forests: Sequence[Forest]) -> Linearized:
+    """Compute the derivatives of an update's loss by a forward pass of its micro-batches.
 
     Raises:
         InputError: A user's loss fails, or its result is invalid.
     """
     batch = with_weights(learner, batch, forests)
-    coefficients, targets = _coefficients(learner, batch, forests)
-    rows, total = np.unique(batch.responses.row_of(np.flatnonzero(targets))), zeros(learner)
-    norms = np.zeros(len(rows))
-    for number in range(len(rows)):
-        gradient = gradient_of(learner, batch, targets, coefficients, rows[number : number + 1])
-        norms[number] = norm(gradient)
-        add(total, gradient)
-    return RowGradients(
-        rows=rows,
-        norms=norms,
-        gradient=total,
-        targets=targets,
-        coefficients=coefficients,
-        batch=batch,
+    device, targets = learner.accelerator.device, np.zeros(len(batch.trains), np.bool_)
+    c, e, outputs = (torch.zeros(len(targets)) for _ in range(3))
+    for forest in forests:
+        slot = forest.target_slot
+        targets[slot.numpy()] = True
+        with torch.no_grad():
+            of_policy = learner.policy(forest.to(device), batch.temperature[slot].to(device))
+        c[slot], e[slot] = (t.cpu() for t in derivatives(learner, batch, slot, *of_policy))
+        outputs[slot] = of_policy[0].cpu()
+    return Linearized(
+        learner=learner, batch=batch, forests=forests, targets=targets, c=c, e=e, outputs=outputs
     )
 
 
-def gradient_of(
-    learner: Run,
-    batch: Batch,
-    targets: BoolArray,
-    coefficients: Coefficients,
-    rows: IntArray,
-) -> dict[str, Tensor]:
-    """Compute the sum of the gradients of some rows with targets by forwarding only these rows."""
-    device, total = learner.accelerator.device, zeros(learner)
-    names, parameters = zip(*trained_parameters(learner), strict=True)
-    tokens = batch.prompts, batch.responses
-    forests = chain_forests(*tokens, targets, rows, BUDGET, routes=batch.routes)
-    for forest in completed(forests, batch):
-        slot = forest.target_slot
-        outputs = learner.policy(forest.to(device), batch.temperature[slot].to(device))
-        weighted = _weighted(outputs, coefficients, slot).sum()
-        gradients = torch.autograd.grad(weighted, parameters, materialize_grads=True)
-        add(total, dict(zip(names, gradients, strict=True)))
-    return total
+def derivatives(
+    learner: Run, batch: Batch, slot: Tensor, logprobs: Tensor, entropies: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute the derivatives c and e ([M] each) of the loss of complete rows.
 
-
-@torch.no_grad()
-def inner_products(
-    learner: Run,
-    batch: Batch,
-    forests: Sequence[Forest],
-    coefficients: Coefficients,
-    direction: Direction,
-) -> Tensor:
-    """Compute each target's contribution to the inner product of the gradient with a direction.
-
-        p_t = <c_t grad l_t + e_t grad h_t, v>,        so that <G_i, v> = sum of p_t over row i
-
-    p_t is the derivative of c_t l_t + e_t h_t at theta + x v with respect to x, at x = 0: one
-    forward pass in forward mode yields it for all targets of a micro-batch, for any kind of layer.
-    Rows may share tokens. Returns [T] float64: 0 at response tokens that are not targets.
+    `slot` are their M targets, as indices into the batch's response tokens; `logprobs` and
+    `entropies` (None: 0) are the policy's outputs ([M], nats).
     """
-    accelerator = learner.accelerator
-    device, products = accelerator.device, torch.zeros(len(batch.trains), dtype=torch.float64)
-    trained = dict(trained_parameters(learner))
-    for forest in forests:
-        slot = forest.target_slot
-        inputs = forest.to(device), batch.temperature[slot].to(device)
-        with _plain_experts(learner), _quiet(), forward_ad.dual_level(), forward_mode_attention():
-            duals = {
-                name: forward_ad.make_dual(parameter.detach(), direction[name])
-                for name, parameter in trained.items()
-            }
-            outputs = functional_call(learner.policy, duals, inputs)
-            tangents = [forward_ad.unpack_dual(output).tangent for output in outputs]
-        # Without a gradient, the entropy has no tangent.
-        logprobs, entropies = (torch.zeros(len(slot)) if t is None else t for t in tangents)
-        products[slot] = _weighted((logprobs, entropies), coefficients, slot).double().cpu()
-    return products
+    if learner.config.loss.policy_loss_type == "distill":
+        finding = "distill, whose loss does not follow from log-probabilities of single tokens"
+        raise InputError("teacher_logprobs", "loss.policy_loss_type", finding, "another loss")
+    entropies = torch.zeros_like(logprobs) if entropies is None else entropies
+    logprobs, entropies = (t.detach().requires_grad_() for t in (logprobs, entropies))
+    with torch.enable_grad():
+        targets = targets_of(batch, slot, (logprobs, entropies))
+        loss, _ = objective(targets, learner.config.loss, corrects=learner.corrects)
+        c, e = torch.autograd.grad(loss, (logprobs, entropies), materialize_grads=True)
+    policy: Policy = learner.accelerator.unwrap_model(learner.policy)
+    return c, e if policy.entropy_gradient else torch.zeros_like(e)
+
+
+def norm(vector: Sequence[Tensor]) -> float:
+    """Compute the L2 norm over all parameters."""
+    norms = (torch.linalg.vector_norm(t, dtype=torch.float64) for t in vector)
+    return math.sqrt(sum(float(one) ** 2 for one in norms))
 
 
 @contextmanager
@@ -176,121 +241,3 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
         yield
-
-
-def zeros(learner: Run) -> dict[str, Tensor]:
-    """Return the zero vector in the space of the trained parameters."""
-    return {name: torch.zeros_like(p) for name, p in trained_parameters(learner)}
-
-
-def add(total: Mapping[str, Tensor], other: Direction) -> None:
-    """Add a vector to `total`, in place."""
-    for name, tensor in other.items():
-        total[name].add_(tensor)
-
-
-def norm(direction: Direction) -> float:
-    """Compute the L2 norm over all parameters."""
-    norms = (torch.linalg.vector_norm(t, dtype=torch.float64) for t in direction.values())
-    return math.sqrt(sum(float(one) ** 2 for one in norms))
-
-
-def _coefficients(
-    learner: Run, batch: Batch, forests: Sequence[Forest]
-) -> tuple[Coefficients, BoolArray]:
-    """Compute the derivatives of the loss by a forward pass of the update's micro-batches.
-
-    Also returns which response tokens are targets.
-    """
-    device, targets = learner.accelerator.device, np.zeros(len(batch.trains), np.bool_)
-    logprobs, entropies, outputs = (torch.zeros(len(targets)) for _ in range(3))
-    for forest in forests:
-        slot = forest.target_slot
-        targets[slot.numpy()] = True
-        with torch.no_grad():
-            inputs = forest.to(device), batch.temperature[slot].to(device)
-            of_policy = learner.policy(*inputs)
-        logprobs[slot], entropies[slot] = (
-            t.cpu() for t in derivatives(learner, batch, slot, *of_policy)
-        )
-        outputs[slot] = of_policy[0].cpu()
-    return Coefficients(logprobs=logprobs, entropies=entropies, outputs=outputs), targets
-
-
-def derivatives(
-    learner: Run,
-    batch: Batch,
-    slot: Tensor,
-    logprobs: Tensor,
-    entropies: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Compute the derivatives c and e ([M] each) of the loss of complete rows.
-
-    `slot` are their M targets, as indices into the batch's response tokens; `logprobs` and
-    `entropies` are the policy's outputs ([M], nats).
-    """
-    if learner.config.loss.policy_loss_type == "distill":
-        finding = "distill, whose loss does not follow from log-probabilities of single tokens"
-        raise InputError("teacher_logprobs", "loss.policy_loss_type", finding, "another loss")
-    logprobs, entropies = (t.detach().requires_grad_() for t in (logprobs, entropies))
-    with torch.enable_grad():
-        targets = targets_of(batch, slot, (logprobs, entropies))
-        loss, _ = objective(targets, learner.config.loss, corrects=learner.corrects)
-        c, e = torch.autograd.grad(loss, (logprobs, entropies), materialize_grads=True)
-    policy: Policy = learner.accelerator.unwrap_model(learner.policy)
-    return c, e if policy.entropy_gradient else torch.zeros_like(e)
-
-
-def _weighted(outputs: Sequence[Tensor], coefficients: Coefficients, slot: Tensor) -> Tensor:
-    logprobs, entropies = outputs
-    c, e = (t[slot].to(logprobs.device) for t in (coefficients.logprobs, coefficients.entropies))
-    return c * logprobs + e * entropies.to(logprobs.device)
-
-
-def trained_parameters(learner: Run) -> list[tuple[str, torch.nn.Parameter]]:
-    """List the parameters that the optimizer changes, with their names."""
-    return [(name, p) for name, p in learner.policy.named_parameters() if p.requires_grad]
-
-
-def check_rows_are_separate(
-    learner: Run, batch: Batch, forests: list[Forest], rows: RowGradients
-) -> None:
-    """Check that in a user's loss, each row is independent of the other rows of its micro-batch.
-
-    Otherwise the gradient cannot be split into parts of single rows. In the losses of this package,
-    rows are independent, apart from the selection of targets by clip_cov and kl_cov.
-
-    Raises:
-        InputError: `blame_rows`: the derivatives of a row depend on other rows.
-    """
-    if not learner.config.loss.has_own_loss:
-        return
-    c, outputs = rows.coefficients.logprobs, rows.coefficients.outputs
-    for forest in forests:
-        slot = forest.target_slot
-        row = batch.responses.row_of(slot.numpy())
-        limit = SEPARATE * float(c[slot].abs().max()) if len(slot) else 0.0
-        for number in np.unique(row):
-            at = slot[torch.from_numpy(row == number)]
-            alone = _alone(learner, rows.batch, at, outputs[at])
-            if alone is not None and float((alone - c[at]).abs().max()) <= limit:
-                continue
-            finding = (
-                f"the loss of row {batch.names[int(number)]} depends on other rows of its"
-                " micro-batch, so the update cannot be split into the contributions of its rows"
-            )
-            hint = "rollouts replay --without shows the effect of leaving a row out"
-            raise InputError(
-                "blame_rows",
-                f"{POLICY_LOSS.path} {learner.config.loss.policy_loss_type}",
-                finding,
-                hint=hint,
-            )
-
-
-def _alone(learner: Run, batch: Batch, at: Tensor, logprobs: Tensor) -> Tensor | None:
-    """Compute the derivatives of the loss for a row alone; None if the loss fails."""
-    try:
-        return derivatives(learner, batch, at, logprobs, torch.zeros_like(logprobs))[0].cpu()
-    except RolloutError:
-        return None

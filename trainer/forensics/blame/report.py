@@ -72,12 +72,9 @@ def replay_without(result: Blame) -> list[str] | None:
     options = [("--without", name) for name in names]
     options += [("--set", f"{key}={path}") for key, path in result.places.items()]
     command = ["rollouts", "replay", result.run, "--update", str(result.update)]
-    return [*command, *(part for option in options for part in _option(*option))]
-
-
-def _option(name: str, value: str) -> list[str]:
-    """Return an option as command-line arguments: "NAME=VALUE" if the value starts with "-"."""
-    return [f"{name}={value}"] if value.startswith("-") else [name, value]
+    for name, value in options:  # a value may start as an option does
+        command += [f"{name}={value}"] if value.startswith("-") else [name, value]
+    return command
 
 
 def describe(row: dict[str, Any], rows: pl.DataFrame) -> str:
@@ -89,23 +86,21 @@ def describe(row: dict[str, Any], rows: pl.DataFrame) -> str:
         'its gradient has 40 times the median norm, and it accounts for 61 % of the gradient'
     """
     trait = row["trait"]
-    makes = f"and it accounts for {100 * row['share']:.0f} % of the gradient"
+    name = "gradient_norm" if trait == "share" else trait
+    makes = f"it accounts for {100 * row['share']:.0f} % of the gradient"
+    times = _times(abs(row[name]), rows[name].abs())
     if trait == "share":
-        times = _times(row["gradient_norm"], rows["gradient_norm"])
-        whole = f"{100 * row['share']:.0f} % of the gradient"
-        return f"it accounts for {whole}, with {times} the median norm"
-    if trait == "gradient_norm":
-        times = _times(row["gradient_norm"], rows["gradient_norm"])
-        return f"its gradient has {times} the median norm, {makes}"
-    if trait == "advantage":
-        times = _times(abs(row["advantage"]), rows["advantage"].abs())
-        return f"its advantage is {row['advantage']:+.2f}, {times} the median magnitude, {makes}"
-    times = _times(row[trait], rows[trait])
-    if trait == "mismatch":
-        text = f"its log-probabilities differ from the sampler's by {row[trait]:.2g} nats per token"
-    else:
-        text = f"its tokens are improbable, with {row[trait]:.2g} nats per token"
-    return f"{text}, {times} the median, {makes}"
+        return f"{makes}, with {times} the median norm"
+    return f"{TRAITS[trait].format(value=row[name], times=times)}, and {makes}"
+
+
+TRAITS = {
+    "gradient_norm": "its gradient has {times} the median norm",
+    "advantage": "its advantage is {value:+.2f}, {times} the median magnitude",
+    "mismatch": "its log-probabilities differ from the sampler's by {value:.2g} nats per token,"
+    " {times} the median",
+    "surprise": "its tokens are improbable, with {value:.2g} nats per token, {times} the median",
+}
 
 
 def _times(value: float, values: pl.Series) -> str:
@@ -118,58 +113,57 @@ def _times(value: float, values: pl.Series) -> str:
 
 def screen(result: Blame, limit: int) -> str:
     """Format the result for the terminal."""
-    clipped = result.gradient_norm > result.max_grad_norm
-    norm = f"{result.gradient_norm:.3g}"
-    norm += f", clipped to {result.max_grad_norm:g}" if clipped else ""
-    num_groups = len(result.groups)
+    norm, most = f"{result.gradient_norm:.3g}", result.max_grad_norm
+    norm += f", clipped to {most:g}" if result.gradient_norm > most else ""
+    num_rows, num_groups = len(result.rows), len(result.groups)
+    counts = [
+        count(num_rows, "row"),
+        count(num_groups, "group"),
+        count(result.num_targets, "trained token"),
+    ]
     parts: list[RenderableType] = [
-        Text(
-            printable(
-                f"{result.run}, update {result.update}: {count(len(result.rows), 'row')},"
-                f" {count(num_groups, 'group')}, {count(result.num_targets, 'trained token')}"
-            )
-        ),
+        Text(printable(f"{result.run}, update {result.update}: {', '.join(counts)}")),
         Text(f"norm of the gradient: {norm}"),
         Text(),
         Text(printable(finding(result)), style="bold"),
         *section("Rows", _row_table(result, limit)),
     ]
-    if len(result.trajectories) < len(result.rows):
-        parts += section("Trajectories", _unit_table(result.trajectories, "trajectory_id"))
+    if len(result.trajectories) < num_rows:
+        parts += section("Trajectories", _unit_table(result.trajectories, "trajectory"))
     if 1 < num_groups < len(result.trajectories):
-        parts += section("Groups", _unit_table(result.groups, "instance_id"))
+        parts += section("Groups", _unit_table(result.groups, "group"))
     return drawn(parts)
 
 
 def _row_table(result: Blame, limit: int) -> Table:
+    formats = {
+        "num_targets": ("tokens", "{:,}"),
+        "advantage": ("advantage", "{:+.2f}"),
+        "share": ("share", "{:.1%}"),
+        "gradient_norm": ("norm", "{:.2g}"),
+        "surprise": ("surprise", "{:.2f}"),
+        "mismatch": ("mismatch", "{:.2g}"),
+        "score": ("score", "{:.1f}"),
+    }
+    if result.rows["mismatch"].is_nan().all():
+        del formats["mismatch"]
     table = bare_table()
-    has_mismatch = result.rows["mismatch"].is_not_nan().any()
     table.add_column("", justify="right")
     table.add_column("row", overflow="fold")
-    optional = ["mismatch"] if has_mismatch else []
-    for title in ("tokens", "advantage", "share", "norm", "surprise", *optional, "score"):
+    for title, _ in formats.values():
         table.add_column(title, justify="right", no_wrap=True)
     for number, row in enumerate(result.rows.head(limit).iter_rows(named=True), start=1):
-        table.add_row(
-            str(number),
-            printable(row["row"]),
-            f"{row['num_targets']:,}",
-            f"{row['advantage']:+.2f}",
-            f"{row['share']:.1%}",
-            f"{row['gradient_norm']:.2g}",
-            f"{row['surprise']:.2f}",
-            *(f"{row[name]:.2g}" for name in optional),
-            f"{row['score']:.1f}",
-            style="red" if row["score"] >= STANDS_OUT else "",
-        )
+        numbers = [text.format(row[name]) for name, (_, text) in formats.items()]
+        style = "red" if row["score"] >= STANDS_OUT else ""
+        table.add_row(str(number), printable(row["row"]), *numbers, style=style)
     return table
 
 
-def _unit_table(units: pl.DataFrame, key: str) -> Table:
+def _unit_table(units: pl.DataFrame, title: str) -> Table:
     table = bare_table()
-    table.add_column(key.removesuffix("_id").replace("instance", "group"), overflow="fold")
-    for title in ("rows", "share"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for unit in units.head(NUM_UNITS).iter_rows(named=True):
-        table.add_row(printable(unit[key]), f"{unit['num_rows']:,}", f"{unit['share']:.1%}")
+    table.add_column(title, overflow="fold")
+    for name in ("rows", "share"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, num_rows, share in units.head(NUM_UNITS).iter_rows():
+        table.add_row(printable(name), f"{num_rows:,}", f"{share:.1%}")
     return table

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,13 +12,6 @@ import polars as pl
 from torch import nn
 
 from rollout_io.configuration import build, checked_values
-from rollout_io.dataset.conditions import (
-    POLARS_ERRORS,
-    check_columns,
-    condition_of,
-    holds,
-    refused,
-)
 from schemas.errors import ConfigError, InputError, count
 from schemas.ragged import BoolArray
 from trainer.batch import Batch, groups_with_gradient
@@ -28,7 +21,7 @@ from trainer.config.loss_config import LossConfig
 from trainer.config.sections import AdvantageConfig, OptimizerConfig
 from trainer.config.train_config import TrainConfig
 from trainer.distributed.sharding import wrap_frozen
-from trainer.forensics.replay.recorded import PLACES
+from trainer.forensics.replay.reconstruct import PLACES
 from trainer.models.lora import WithoutAdapter
 from trainer.run.load_models import load_reference
 from trainer.run.metrics import batch_metrics
@@ -49,28 +42,6 @@ MAY_CHANGE = (
 ) - {*PLACES, "optimizer.algorithm"}
 """Keys that may change for a single update: they affect neither the models nor the rows of the
 update's batch."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Changes:
-    """Changes with which to replay an update: other settings, or rows to leave out.
-
-    A row that is left out is removed from the loss, as if the mini-batch had been built without it:
-    the denominators of `loss.reduction` count only the rows, trajectories and groups that remain,
-    and the gradient is clipped again. Advantages, old and reference log-probabilities and values do
-    not change: the row stays in the baseline of its group. In a merged row, the tokens of a step that
-    is left out remain as the context of later steps; the row no longer counts once none of its
-    targets remains.
-    """
-
-    settings: Sequence[str] = ()  # `key=value`, as for `--set`
-    rows: Sequence[str] = ()  # `TRAJECTORY` or `TRAJECTORY:STEP`, with the stored `step_index`
-    condition: str | None = None  # SQL condition on the rows to leave out
-
-    @property
-    def leaves_out(self) -> bool:
-        """True if rows are left out."""
-        return bool(self.rows) or self.condition is not None
 
 
 def split_settings(settings: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -184,28 +155,41 @@ def _reference(run: Run, config: TrainConfig) -> nn.Module | None:
     return wrap_frozen(run.accelerator, loaded) if loaded else WithoutAdapter(run.policy)
 
 
-def without_rows(run: Run, step: Step, changes: Changes) -> Step:
-    """Leave rows out of the loss of a mini-batch; see `Changes`.
+def without_rows(run: Run, step: Step, without: Sequence[str]) -> Step:
+    """Leave rows out of the loss of a mini-batch, as if it had been built without them.
+
+    The denominators of `loss.reduction` count only the rows, trajectories and groups that remain,
+    and the gradient is clipped again. Advantages, old and reference log-probabilities and values do
+    not change: the row stays in the baseline of its group. In a merged row, the tokens of a step that
+    is left out remain as the context of later steps; the row no longer counts once none of its
+    targets remains.
+
+    `without` are trajectories, or rows `TRAJECTORY:STEP` with the stored `step_index`.
 
     Raises:
         InputError: `replay_without`: a row is not in the mini-batch or does not train, or none
             remains.
-        ConfigError: `condition`, `known_column`: the condition is invalid.
     """
     batch = step.batch
     assert batch.origins is not None
     slots = np.arange(len(batch.trains))
     row = batch.responses.row_of(slots)
+
+    def has(tokens: BoolArray) -> BoolArray:
+        return np.bincount(row[tokens], minlength=len(batch.names)) > 0
+
     trained = batch.trains & (batch.mini_batch == step.number)[row]
     stored, _ = batch.origins.of(slots)
     used = np.zeros(len(batch.origins.rows), np.bool_)
     used[stored[trained]] = True
-    chosen = _chosen(run, batch.origins, changes, used)
+    chosen = _chosen(run, batch.origins, without, used)
     leaves = trained & chosen[stored]
     if not (trained & ~leaves).any():
         finding, hint = "no row of the update remains", "leave fewer rows out"
         raise InputError("replay_without", "--without", finding, hint=hint)
-    gone = _rows_gone(batch, batch.origins, chosen, trained, leaves)
+    # Rows whose targets are all left out, and rows without targets whose steps are all chosen.
+    all_chosen = has(slots >= 0) & ~has(~chosen[stored])
+    gone = ~has(trained & ~leaves) & (has(trained) | all_chosen)
     # The removed rows move to a mini-batch that is never trained, so no denominator counts them.
     nowhere = len(batch.mini_batches)
     batch = dataclasses.replace(
@@ -227,25 +211,18 @@ def _groups_of(run: Run, step: Step) -> frozenset[str]:
     return frozenset(step.batch.groups[step.number * size : (step.number + 1) * size])
 
 
-def _chosen(run: Run, origins: Origins, changes: Changes, used: BoolArray) -> BoolArray:
+def _chosen(run: Run, origins: Origins, without: Sequence[str], used: BoolArray) -> BoolArray:
     """Return a mask of the stored rows to leave out ([D] bool).
 
     `used` marks the rows that the update trains on.
     """
-    rows = origins.rows
-    chosen = np.zeros(len(rows), np.bool_)
-    names, steps = rows["trajectory_id"], rows["step_index"]
-    selected = {}
-    for selector in changes.rows:
+    names, steps = origins.rows["trajectory_id"], origins.rows["step_index"]
+    chosen = np.zeros(len(names), np.bool_)
+    for selector in without:
         matches = (names == selector).to_numpy()
         name, colon, number = selector.rpartition(":")
         if not matches.any() and colon and number.isdecimal():
             matches = ((names == name) & (steps == int(number))).to_numpy()
-        selected[f"--without {selector}"] = matches
-    if changes.condition is not None:
-        where = f"--without-where {changes.condition!r}"
-        selected[where] = _matching(run, rows, changes.condition, where)
-    for where, matches in selected.items():
         chosen |= matches
         if (matches & used).any():
             continue
@@ -255,45 +232,8 @@ def _chosen(run: Run, origins: Origins, changes: Changes, used: BoolArray) -> Bo
         examples = names.filter(used).unique(maintain_order=True).head(3).to_list()
         expected = f"rows that it trains on, such as the rows of {', '.join(examples)}"
         hint = f"list the rows of its dataset: rollouts inspect {run.config.data.dataset}"
-        raise InputError("replay_without", where, finding, expected, hint)
+        raise InputError("replay_without", f"--without {selector}", finding, expected, hint)
     return chosen
-
-
-def _matching(run: Run, rows: pl.DataFrame, condition: str, where: str) -> BoolArray:
-    """Return a mask of the stored rows that match an SQL condition."""
-    parsed, schema = condition_of(condition), run.rollouts.collect_schema()
-    check_columns(parsed.meta.root_names(), schema.names(), where, condition)
-    ids = rows["instance_id"].unique().to_list()
-    keys = ["trajectory_id", "step_index"]
-    selected = run.rollouts.filter(pl.col("instance_id").is_in(ids))
-    try:
-        matches = selected.select(*keys, chosen=holds(condition)).collect()
-    except POLARS_ERRORS as error:
-        raise refused(error, where) from None
-    matches = matches.with_columns(pl.col("step_index").cast(pl.Int32))
-    joined = rows.join(matches, on=keys, how="left", maintain_order="left")
-    return joined["chosen"].fill_null(value=False).to_numpy().astype(np.bool_)
-
-
-def _rows_gone(
-    batch: Batch, origins: Origins, chosen: BoolArray, trained: BoolArray, leaves: BoolArray
-) -> BoolArray:
-    """Return a mask of the batch's rows that are left out entirely ([R] bool).
-
-    These are the rows whose targets are all left out, and the rows without targets whose steps are
-    all in `chosen`.
-    """
-    row = batch.responses.row_of(np.arange(len(batch.trains)))
-    num_targets, num_left = (
-        np.bincount(row[at], minlength=len(batch.names)) for at in (trained, leaves)
-    )
-    has_tokens = np.diff(np.append(origins.begin, len(batch.trains))) > 0
-    row = batch.responses.row_of(origins.begin[has_tokens])
-    num_steps = np.bincount(row, minlength=len(batch.names))
-    num_chosen = np.bincount(row, chosen[origins.row[has_tokens]], len(batch.names))
-    without_targets = (num_steps > 0) & (num_steps == num_chosen)
-    gone: BoolArray = np.where(num_targets > 0, num_targets == num_left, without_targets)
-    return gone
 
 
 def _metrics_without(run: Run, step: Step, batch: Batch) -> dict[str, Any]:
@@ -311,11 +251,3 @@ def _metrics_without(run: Run, step: Step, batch: Batch) -> dict[str, Any]:
     plan = dataclasses.replace(run.plan, trajectories=others)
     counted = batch_metrics(run.accelerator, plan, batch, step.batch.groups)
     return counted[step.number]
-
-
-def describe(changes: Changes) -> Iterator[str]:
-    """Yield a description of each change."""
-    yield from changes.settings
-    yield from (f"without {selector}" for selector in changes.rows)
-    if changes.condition is not None:
-        yield f"without rows where {changes.condition}"

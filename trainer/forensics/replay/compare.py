@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from pipelines.view.run_files import read_tokens
 from schemas.errors import InputError, count
+from schemas.ragged import IntArray
 from schemas.run_metrics import LOOP_METRICS
 from trainer.models.critic import VALUE_HEAD
 from trainer.models.lora import WEIGHTS, adapter_weights
@@ -92,73 +92,158 @@ def compared_metrics(line: Iterable[str], *, is_loop: bool) -> list[str]:
     return list(names)
 
 
-def metric_differences(
-    line: Mapping[str, Any], metrics: Mapping[str, Any], update: int, *, is_loop: bool
-) -> Iterator[Difference]:
-    """Compare metrics with the line that the run wrote, in the order of that line."""
-    replayed = as_recorded(metrics)
-    for name in compared_metrics(dict.fromkeys((*line, *replayed)), is_loop=is_loop):
-        then, now = line.get(name), replayed.get(name)
-        if then != now or (name in line) != (name in replayed):
-            difference = _unequal("metrics", name, update, then, now)
-            if isinstance(then, int | float) and isinstance(now, int | float):
-                difference = dataclasses.replace(difference, largest=abs(now - then))
-            yield difference
+class Comparison:
+    """Compares a replayed run with its records bit for bit, and collects what differs, in order."""
+
+    def __init__(self) -> None:
+        self.differences: list[Difference] = []
+
+    def metrics(
+        self, line: Mapping[str, Any], metrics: Mapping[str, Any], *, is_loop: bool
+    ) -> None:
+        """Compare metrics with the line that the run wrote."""
+        replayed = as_recorded(metrics)
+        for name in compared_metrics(dict.fromkeys((*line, *replayed)), is_loop=is_loop):
+            then, now = line.get(name), replayed.get(name)
+            if then != now or (name in line) != (name in replayed):
+                self._add("metrics", name, line["global_step"], then, now)
+
+    def tokens(self, run: Path, update: int, tokens: pa.Table | None) -> None:
+        """Compare an update's token records with the run's token records, column by column.
+
+        Args:
+            run: Directory of the run.
+            update: Number of the update.
+            tokens: Records of all rows of the replayed update.
+
+        Raises:
+            InputError: `readable_file`: the file of the run is damaged.
+        """
+        recorded = read_tokens(run, update).drop("global_step", "dataset", strict=False)
+        empty = pl.DataFrame(schema=recorded.schema)
+        replayed = empty if tokens is None else pl.DataFrame(pl.from_arrow(tokens))
+        keys = recorded.select(KEYS)
+        replayed = keys.join(replayed, on=KEYS, how="left", maintain_order="left")
+        for name in [n for n in recorded.columns if n in replayed.columns and n not in KEYS]:
+            is_list = recorded[name].dtype.is_nested()
+            values = pl.col(name) if is_list else pl.concat_list(name)
+            then, now = (table.select(values).to_series() for table in (recorded, replayed))
+            if not then.list.len().equals(now.list.len()):
+                self._add("tokens", name, update, "lists", "lists of other lengths")
+                continue
+            ends = then.list.len().fill_null(0).cast(pl.Int64).cum_sum().to_numpy()
+            before, after = (
+                _numbers(column.drop_nulls().explode(empty_as_null=False)) for column in (then, now)
+            )
+            self._arrays("tokens", name, update, before, after, partial(_token, keys, ends))
+
+    def weights(self, folder: Path, run: Run, update: int) -> None:
+        """Compare the policy in memory with a model directory that the run wrote.
+
+        Adapters are compared before they are merged.
+        """
+        model: Any = run.accelerator.unwrap_model(run.policy).model
+        if adapter := adapter_weights(model.state_dict()):
+            self._file("weights", folder / "adapter" / WEIGHTS, adapter, update)
+        else:
+            self._model(folder, model, run, update)
+
+    def critic(self, folder: Path, run: Run, update: int) -> None:
+        """Compare the critic in memory with the directory of a critic that the run wrote."""
+        critic: Any = run.accelerator.unwrap_model(run.critic)
+        head = critic.value_head.state_dict()
+        self._file("weights", folder / VALUE_HEAD, head, update, "value_head.")
+        self._model(folder, critic.model, run, update)
+
+    def state(self, folder: Path, run: Run, progress: Progress, update: int) -> None:
+        """Compare optimizers and progress with a checkpoint's `state/`.
+
+        Raises:
+            InputError: `checkpoint_state`: the state cannot be read.
+        """
+        for name, tensors in optimizer_tensors(run.optimizers, keep=True).items():
+            self._file("optimizer", folder / f"{name}.safetensors", tensors, update)
+        then = load_progress(folder)
+        if then.num_mini_batches != progress.num_mini_batches:  # some were skipped after the update
+            return
+        for name in ("global_step", "num_skipped", "trained", "batch", "mini_batch", "kl_coef"):
+            before, now = (
+                getattr(one if hasattr(one, name) else one.position, name)
+                for one in (then, progress)
+            )
+            if before != now:
+                self._add("progress", name, update, before, now)
+        outputs = progress.position.outputs
+        self._file("progress", folder / "batch.safetensors", outputs, update)
+
+    def _model(self, folder: Path, model: Any, run: Run, update: int) -> None:
+        state: dict[str, Tensor] = model.state_dict()
+        files = [path for path in sorted(folder.glob("*.safetensors")) if path.name != VALUE_HEAD]
+        if not {name for path in files for name, _ in _tensors(path, reads=False)} <= state.keys():
+            with tempfile.TemporaryDirectory() as scratch:  # names change when the model is saved
+                saved = Path(scratch) / "model"
+                write_model(saved, model, run.source)
+                state = dict(
+                    pair for path in saved.glob("*.safetensors") for pair in _tensors(path)
+                )
+        for path in files:
+            self._file("weights", path, state, update)
+
+    def _file(
+        self, part: Part, file: Path, tensors: Mapping[str, Tensor], update: int, prefix: str = ""
+    ) -> None:
+        """Compare tensors with the tensors of a file."""
+        recorded = set[str]()
+        for name, then in _tensors(file):
+            recorded.add(name)
+            now = tensors.get(name)
+            if now is None or now.shape != then.shape or now.dtype != then.dtype:
+                self._add(part, prefix + name, update, _kind(then), _kind(now))
+            else:
+                arrays = _array(then), _array(now)
+                self._arrays(part, prefix + name, update, *arrays, "index {}".format)
+        for name in sorted(tensors.keys() - recorded) if part != "weights" else ():
+            self._add(part, name, update, None, "a tensor")
+
+    def _arrays(
+        self, part: Part, name: str, update: int, then: Bits, now: Bits, place: Callable[[int], str]
+    ) -> None:
+        """Compare two arrays of the same length."""
+        same = then == now
+        if then.dtype.kind == "f":
+            same = then.view(f"i{then.itemsize}") == now.view(f"i{now.itemsize}")
+        at, largest = np.flatnonzero(~same), None
+        if not len(at):
+            return
+        if then.dtype.kind in "fiu":
+            gap = np.abs(now[at].astype(np.float64) - then[at].astype(np.float64))
+            largest = float(np.nan_to_num(gap, nan=math.inf).max())
+        self._add(
+            part,
+            name,
+            update,
+            then[at[0]].item(),
+            now[at[0]].item(),
+            largest=largest,
+            num_different=len(at),
+            num_values=len(then),
+            place=place(int(at[0])),
+        )
+
+    def _add(
+        self, part: Part, name: str, update: int, recorded: Any, replayed: Any, **more: Any
+    ) -> None:
+        values = {"recorded": recorded, "replayed": replayed}
+        if all(isinstance(value, int | float) for value in values.values()):
+            more = {"largest": abs(replayed - recorded)} | more
+        self.differences.append(Difference(part=part, name=name, update=update, **values, **more))
 
 
-def token_differences(run: Path, update: int, tokens: pa.Table | None) -> list[Difference]:
-    """Compare an update's token records with the run's token records, column by column.
-
-    Args:
-        run: Directory of the run.
-        update: Number of the update.
-        tokens: Records of all rows of the replayed update.
-
-    Raises:
-        InputError: `readable_file`: the file of the run is damaged.
-    """
-    recorded = read_tokens(run, update)
-    empty = pl.DataFrame(schema=recorded.drop("global_step", strict=False).schema)
-    now = empty if tokens is None else pl.DataFrame(pl.from_arrow(tokens))
-    keys = recorded.select(KEYS)
-    now = keys.join(now, on=KEYS, how="left", maintain_order="left")
-    names = [n for n in recorded.columns if n in now.columns and n not in ("dataset", *KEYS)]
-    differences = (
-        _column_difference(keys, recorded[name], now[name], update)
-        for name in names
-        if name != "global_step"
-    )
-    return [difference for difference in differences if difference]
-
-
-def _column_difference(
-    keys: pl.DataFrame, then: pl.Series, now: pl.Series, update: int
-) -> Difference | None:
-    """Compare a column of two tables of token records; None if all values are equal.
-
-    `keys` identifies the rows of both tables.
-    """
-    name = then.name
-
-    def row_of(at: int) -> str:
-        trajectory, step = keys.row(int(at))
-        return f"trajectory {trajectory}, step {step}"
-
-    if not then.dtype.is_nested():
-        return _difference("tokens", name, update, _numbers(then), _numbers(now), row_of)
-    lengths = then.list.len().fill_null(0).to_numpy().astype(np.int64)
-    if not np.array_equal(lengths, now.list.len().fill_null(0).to_numpy()):
-        lists = ["no values" if one.null_count() else "values" for one in (then, now)]
-        if lists[0] == lists[1]:
-            lists = ["lists of the recorded lengths", "lists of different lengths"]
-        return _unequal("tokens", name, update, *lists)
-    row, start = np.repeat(np.arange(len(keys)), lengths), np.cumsum(lengths) - lengths
-
-    def token_of(at: int) -> str:
-        return f"{row_of(row[at])}, token {at - start[row[at]]}"
-
-    before, after = (_numbers(c.drop_nulls().explode(empty_as_null=False)) for c in (then, now))
-    return _difference("tokens", name, update, before, after, token_of)
+def _token(keys: pl.DataFrame, ends: IntArray, at: int) -> str:
+    """Describe the place of a token, given the keys of the rows and the ends of their tokens."""
+    row = int(np.searchsorted(ends, at, side="right"))
+    trajectory, step = keys.row(row)
+    return f"trajectory {trajectory}, step {step}, token {at - (ends[row - 1] if row else 0)}"
 
 
 def _numbers(values: pl.Series) -> Bits:
@@ -170,111 +255,9 @@ def _numbers(values: pl.Series) -> Bits:
     return values.cast(pl.Int64).fill_null(-1).to_numpy()
 
 
-def weight_differences(
-    folder: Path, run: Run, update: int, part: Literal["policy", "critic"] = "policy"
-) -> list[Difference]:
-    """Compare the weights in memory with the weights in a model directory that the run wrote.
-
-    Adapters are compared before they are merged.
-    """
-    unwrap, differences = run.accelerator.unwrap_model, list[Difference]()
-    model: Any = unwrap(run.policy).model
-    if part == "critic":
-        critic: Any = unwrap(run.critic)
-        model, head = critic.model, critic.value_head.state_dict()
-        file = folder / VALUE_HEAD
-        differences += _tensor_differences("weights", file, head, update, "value_head.")
-    elif adapter := adapter_weights(model.state_dict()):
-        file = folder / "adapter" / WEIGHTS
-        return _tensor_differences("weights", file, adapter, update)
-    state: dict[str, Tensor] = model.state_dict()
-    files = [path for path in sorted(folder.glob("*.safetensors")) if path.name != VALUE_HEAD]
-    if not {name for path in files for name in _names(path)} <= state.keys():
-        with tempfile.TemporaryDirectory() as scratch:  # names change when the model is saved
-            saved = Path(scratch) / "model"
-            write_model(saved, model, run.source)
-            state = {name: t for path in saved.glob("*.safetensors") for name, t in _tensors(path)}
-    for path in files:
-        differences += _tensor_differences("weights", path, state, update)
-    return differences
-
-
-def state_differences(folder: Path, run: Run, progress: Progress, update: int) -> list[Difference]:
-    """Compare optimizers and progress with a checkpoint's `state/`.
-
-    Raises:
-        InputError: `checkpoint_state`: the state cannot be read.
-    """
-    differences = list[Difference]()
-    for name, tensors in optimizer_tensors(run.optimizers, keep=True).items():
-        file = folder / f"{name}.safetensors"
-        differences += _tensor_differences("optimizer", file, tensors, update)
-    then = load_progress(folder)
-    if then.num_mini_batches != progress.num_mini_batches:  # some were skipped after the update
-        return differences
-    of_position = ("batch", "mini_batch", "kl_coef")
-    for name in ("global_step", "num_skipped", "trained", *of_position):
-        before, now = (
-            getattr(one.position if name in of_position else one, name) for one in (then, progress)
-        )
-        if before != now:
-            differences.append(_unequal("progress", name, update, before, now))
-    file = folder / "batch.safetensors"
-    return differences + _tensor_differences("progress", file, progress.position.outputs, update)
-
-
-def _unequal(part: Part, name: str, update: int, then: Any, now: Any) -> Difference:
-    return Difference(part=part, name=name, update=update, recorded=then, replayed=now)
-
-
-def _names(file: Path) -> list[str]:
-    with _opened(file) as opened:
-        return list(opened.keys())
-
-
-def _tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a file one by one, so that a large file need not fit in memory."""
-    with _opened(file) as opened:
-        for name in opened.keys():  # noqa: SIM118
-            yield name, opened.get_tensor(name)
-
-
-@contextmanager
-def _opened(file: Path) -> Iterator[Any]:
-    """Open a file of weights that the run saved."""
-    try:
-        with safe_open(file, "pt") as opened:
-            yield opened
-    except (OSError, SafetensorError) as error:
-        reason = str(error).partition("\n")[0]
-        if file.parent.name == "state":
-            finding = f"cannot read the state of the run: {reason}"
-            raise InputError("checkpoint_state", str(file), finding) from error
-        finding = f"cannot read the weights that the run saved: {reason}"
-        hint = f"restore {file.parent} from a copy, or move it out of the run to replay without it"
-        raise InputError("model_load", str(file), finding, hint=hint) from error
-
-
-def _tensor_differences(
-    part: Part, file: Path, tensors: Mapping[str, Tensor], update: int, prefix: str = ""
-) -> list[Difference]:
-    """Compare tensors with the tensors of a file; return a difference for each unequal tensor."""
-    differences, recorded = list[Difference](), set[str]()
-    for name, then in _tensors(file):
-        recorded.add(name)
-        now = tensors.get(name)
-        if now is None or now.shape != then.shape or now.dtype != then.dtype:
-            kinds = [
-                None if t is None else f"{t.dtype} {list(t.shape)}".removeprefix("torch.")
-                for t in (then, now)
-            ]
-            differences.append(_unequal(part, prefix + name, update, *kinds))
-            continue
-        arrays = _array(then), _array(now)
-        one = _difference(part, prefix + name, update, *arrays, "index {}".format)
-        differences += [one] if one else []
-    missing = sorted(tensors.keys() - recorded) if part != "weights" else []
-    return differences + [_unequal(part, name, update, None, "a tensor") for name in missing]
+def _kind(tensor: Tensor | None) -> str | None:
+    text = None if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+    return text and text.removeprefix("torch.")
 
 
 def _array(tensor: Tensor) -> Bits:
@@ -283,30 +266,17 @@ def _array(tensor: Tensor) -> Bits:
     return bits
 
 
-def _difference(
-    part: Part, name: str, update: int, then: Bits, now: Bits, place: Callable[[int], str]
-) -> Difference | None:
-    """Compare two arrays of the same length bit by bit; None if they are equal."""
-    if then.shape != now.shape:
-        return _unequal(part, name, update, f"{len(then)} values", f"{len(now)} values")
-    same = then == now
-    if then.dtype.kind == "f":
-        same = then.view(f"i{then.itemsize}") == now.view(f"i{now.itemsize}")
-    at = np.flatnonzero(~same)
-    if not len(at):
-        return None
-    largest = None
-    if then.dtype.kind in "fiu":
-        gap = np.abs(now[at].astype(np.float64) - then[at].astype(np.float64))
-        largest = float(np.nan_to_num(gap, nan=math.inf).max())
-    return Difference(
-        part=part,
-        name=name,
-        update=update,
-        recorded=then[at[0]].item(),
-        replayed=now[at[0]].item(),
-        largest=largest,
-        num_different=len(at),
-        num_values=len(then),
-        place=place(int(at[0])),
-    )
+def _tensors(file: Path, *, reads: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a file that the run saved, so that a large file need not fit in memory."""
+    try:
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                yield name, opened.get_tensor(name) if reads else torch.empty(0)
+    except (OSError, SafetensorError) as error:
+        reason = str(error).partition("\n")[0]
+        if file.parent.name == "state":
+            finding = f"cannot read the state of the run: {reason}"
+            raise InputError("checkpoint_state", str(file), finding) from error
+        finding = f"cannot read the weights that the run saved: {reason}"
+        hint = f"restore {file.parent} from a copy, or move it out of the run to replay without it"
+        raise InputError("model_load", str(file), finding, hint=hint) from error

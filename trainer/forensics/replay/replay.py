@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,24 +19,24 @@ from schemas.errors import ConfigError, InputError, count
 from schemas.token_records import token_record_path
 from trainer.forensics.replay.changes import (
     ChangedBatch,
-    Changes,
     apply_settings,
     changed_config,
-    describe,
     split_settings,
     without_rows,
 )
 from trainer.forensics.replay.compare import (
+    Comparison,
     Difference,
     as_recorded,
     compared_metrics,
-    metric_differences,
-    state_differences,
-    token_differences,
-    weight_differences,
 )
-from trainer.forensics.replay.reconstruct import Reconstruction, iteration_of, reconstruct
-from trainer.forensics.replay.recorded import naming_damaged, read_recorded
+from trainer.forensics.replay.reconstruct import (
+    Reconstruction,
+    iteration_of,
+    naming_damaged,
+    read_recorded,
+    reconstruct,
+)
 from trainer.run.checkpoint import checkpoint_path, write_model
 from trainer.run.pass_progress import Passes, ticking
 from trainer.run.run import Run
@@ -73,8 +74,9 @@ class Replay:
 def replay(
     run: str | Path,
     update: int,
-    changes: Changes | None = None,
     *,
+    settings: Sequence[str] = (),
+    without: Sequence[str] = (),
     out: str | Path | None = None,
 ) -> Replay:
     """Replay an update of a run, and compare it with the records of the run.
@@ -87,7 +89,8 @@ def replay(
     Args:
         run: Directory of a run of `rollouts train` or `rollouts rl`.
         update: Number of the update: its `global_step`, counted from 1.
-        changes: Changes to the update; None: no changes.
+        settings: Settings to change, `key=value`, or new paths of data and models that have moved.
+        without: Trajectories or rows to leave out of the loss; see `without_rows`.
         out: New directory for the resulting model; None: it is not written.
 
     Raises:
@@ -97,48 +100,41 @@ def replay(
     Example:
         >>> replay("run", 12).is_identical  # doctest: +SKIP
         True
-        >>> replay("run", 12, Changes(rows=["g3_1"])).changed["grad_norm"]  # doctest: +SKIP
+        >>> replay("run", 12, without=["g3_1"]).changed["grad_norm"]  # doctest: +SKIP
     """
     refuse_several_processes("replay")
-    path, changes = Path(run), changes or Changes()
+    path = Path(run)
     if out is not None:
         _refuse_taken(Path(out), path)
-    places, settings = split_settings(changes.settings)
+    places, settings = split_settings(settings)
     recorded = read_recorded(path, places)
     recorded.index_of(update)
     changed_config(recorded.config, settings)
-    batch = None
+    batch = ChangedBatch(settings=settings) if settings else None
     with naming_damaged(recorded, update):
         start = recorded.checkpoint_before(update, between_batches=bool(settings))
         num_made = load_progress(start / "state").global_step if start else 0
     with Bar(update, "updates", f"replaying update {update}", done=num_made) as bar:
         passes = Forwarding(bar, num_planned=update, num_made=num_made)
-        if settings:
-            batch = ChangedBatch(settings=settings)
         with ticking(passes):
-            before = reconstruct(
-                path,
-                update,
-                places=places,
-                at_batch=batch.prepare if batch else None,
-                passes=passes,
-            )
+            prepare = batch.prepare if batch else None
+            before = reconstruct(path, update, places=places, at_batch=prepare, passes=passes)
+            is_changed = bool(settings or without)
+            first = _paused(before.run) if is_changed else before.run
+            # clip_cov draws the same numbers in both updates.
+            with torch.random.fork_rng(enabled=is_changed):
+                result = make_update(first, before.step, before.progress, passes)
+            passes.end_update(stepped=not result.metrics["skipped"])
             run_after, changed = before.run, None
-            if settings or changes.leaves_out:
-                run_after, step = (
-                    batch.of(before.run, before.step) if batch else (before.run, before.step)
-                )
-                step = without_rows(run_after, step, changes) if changes.leaves_out else step
-                with torch.random.fork_rng():  # clip_cov draws the same numbers in both
-                    result = make_update(_paused(before.run), before.step, before.progress, passes)
-                passes.end_update(stepped=not result.metrics["skipped"])
+            if is_changed:
+                step = before.step
+                if batch:
+                    run_after, step = batch.of(run_after, step)
+                step = without_rows(run_after, step, without) if without else step
                 apply_settings(run_after, before.progress.global_step)
                 changed = as_recorded(make_update(run_after, step, before.progress, passes).metrics)
-            else:
-                result = make_update(before.run, before.step, before.progress, passes)
-                passes.end_update(stepped=not result.metrics["skipped"])
     with naming_damaged(recorded, update):
-        compared, differences = _compared(before, result, is_changed=changed is not None)
+        compared, differences = _compared(before, result, is_changed=is_changed)
     if out is not None:
         _write(Path(out), run_after)
     iteration = iteration_of(before.recorded, before.run)
@@ -156,7 +152,7 @@ def replay(
         recorded=before.line,
         replayed=as_recorded(iteration | result.metrics),
         changed=changed,
-        changes=tuple(describe(dataclasses.replace(changes, settings=settings))),
+        changes=(*settings, *(f"without {row}" for row in without)),
         notes=tuple(_notes(before)),
         out=None if out is None else str(out),
     )
@@ -175,22 +171,18 @@ class Forwarding(Passes):
         self._main.update(int(stepped))
 
 
-class _Paused:
-    """An optimizer that clears the gradient but never steps."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.zero_grad, self.param_groups = optimizer.zero_grad, optimizer.param_groups
-
-    def step(self) -> None:
-        """Leave the weights unchanged."""
-
-
 def _paused(run: Run) -> Run:
-    """Return a copy of the run whose optimizers leave models and optimizer states unchanged."""
-    optimizers: list[Any] = [
-        optimizer and _Paused(optimizer) for optimizer in (run.optimizer, run.critic_optimizer)
-    ]
-    return dataclasses.replace(run, optimizer=optimizers[0], critic_optimizer=optimizers[1])
+    """Return a copy of the run whose optimizers clear the gradient but never step."""
+
+    def paused(optimizer: torch.optim.Optimizer) -> Any:
+        names = ("zero_grad", "param_groups")
+        kept = {name: getattr(optimizer, name) for name in names}
+        return SimpleNamespace(**kept, step=lambda: None)
+
+    critic = run.critic_optimizer
+    return dataclasses.replace(
+        run, optimizer=paused(run.optimizer), critic_optimizer=critic and paused(critic)
+    )
 
 
 def _compared(
@@ -200,49 +192,34 @@ def _compared(
 
     The weights and the state after the update are compared too, unless changes are made to it.
     """
-    recorded, update = before.recorded, before.update
-    is_loop = recorded.num_iterations is not None
-    differences: list[Difference] = []
+    recorded, update, run = before.recorded, before.update, before.run
+    is_loop, comparison = recorded.num_iterations is not None, Comparison()
     for one in before.forwarded:
-        step = one.metrics["global_step"]
-        differences += metric_differences(one.recorded, one.metrics, step, is_loop=is_loop)
-    replayed = iteration_of(recorded, before.run) | result.metrics
-    differences += metric_differences(before.line, replayed, update, is_loop=is_loop)
+        comparison.metrics(one.recorded, one.metrics, is_loop=is_loop)
+    replayed = iteration_of(recorded, run) | result.metrics
+    comparison.metrics(before.line, replayed, is_loop=is_loop)
     compared = [count(len(compared_metrics(before.line, is_loop=is_loop)), "metric")]
     if before.forwarded:
         on_the_way = count(len(before.forwarded), "update")
         compared.append(f"the metrics of {on_the_way} before it")
     if token_record_path(recorded.path, update).is_file():
-        differences += token_differences(recorded.path, update, result.tokens)
+        comparison.tokens(recorded.path, update, result.tokens)
         compared.append("the recorded tokens")
-    if not is_changed:
-        for what, more in _saved_differences(before, result):
-            compared.append(what)
-            differences += more
-    return compared, differences
-
-
-def _saved_differences(
-    before: Reconstruction, result: Step
-) -> Iterator[tuple[str, list[Difference]]]:
-    """Compare models and state with the files that the run saved after the update.
-
-    Yields a description of each part that was compared, and its differences.
-    """
-    run, update = before.run, before.update
-    folder = checkpoint_path(before.recorded.path, update)
-    if folder.is_dir():
-        yield f"the weights of {folder}", weight_differences(folder, run, update)
+    folder = checkpoint_path(recorded.path, update)
+    if folder.is_dir() and not is_changed:
+        comparison.weights(folder, run, update)
+        compared.append(f"the weights of {folder}")
         if run.critic is not None:
-            critic = folder / "critic"
-            yield "its critic", weight_differences(critic, run, update, "critic")
+            comparison.critic(folder / "critic", run, update)
+            compared.append("its critic")
         if (folder / "state").is_dir():
-            more = state_differences(folder / "state", run, result.progress, update)
-            yield "its optimizers and position", more
-    version = before.recorded.path / "weights" / f"version_{run.first_batch + 1}"
-    is_last = before.recorded.num_iterations is not None and before.step.num_left == 1
-    if is_last and version.is_dir():
-        yield f"the weights of {version}", weight_differences(version, run, update)
+            comparison.state(folder / "state", run, result.progress, update)
+            compared.append("its optimizers and position")
+    version = recorded.path / "weights" / f"version_{run.first_batch + 1}"
+    if is_loop and before.step.num_left == 1 and version.is_dir() and not is_changed:
+        comparison.weights(version, run, update)
+        compared.append(f"the weights of {version}")
+    return compared, comparison.differences
 
 
 def _notes(before: Reconstruction) -> Iterator[str]:
@@ -250,20 +227,16 @@ def _notes(before: Reconstruction) -> Iterator[str]:
     out, update = before.recorded.path, before.update
     start, here = start_of(out, update), this_machine(before.run.accelerator)
     if not start:
-        yield (
-            "the run did not record its number of threads; if it was not"
-            f" {here['num_threads']}, set OMP_NUM_THREADS"
-        )
-    different = [key for key in MACHINE if key in start and start[key] != here[key]]
-    for key in different:
+        unless = f"if it was not {here['num_threads']}, set OMP_NUM_THREADS"
+        yield f"the run did not record its number of threads; {unless}"
+    for key in [key for key in MACHINE if key in start and start[key] != here[key]]:
         yield f"{key} is {here[key]}, but was {start[key]} in the run"
     if here["device"].partition(" ")[0] != "CPU":
         yield f"results on {here['device']} are not reproducible bit for bit"
     first = before.progress.global_step - len(before.forwarded) + 1
     starts = [start_of(out, step) for step in range(max(first, 1), update + 1)]
     for key in CHANGING if starts_of(out) else ():
-        values = {one.get(key) for one in starts}
-        if len(values) > 1:
+        if len({one.get(key) for one in starts}) > 1:
             yield f"{key} was changed by --resume between updates {first} and {update}"
 
 
@@ -282,11 +255,10 @@ def refuse_several_processes(verb: str) -> None:
 
 def _refuse_taken(out: Path, run: Path) -> None:
     """Refuse an output directory that exists or is inside the run."""
-    if out.exists() or out.is_symlink():
-        finding, hint = "the output path already exists", "choose a different --out, or remove it"
-        raise InputError("out_is_free", str(out), finding, hint=hint)
-    if out.resolve().is_relative_to(run.resolve()):
+    finding, hint = "the output path already exists", "choose a different --out, or remove it"
+    if is_inside := out.resolve().is_relative_to(run.resolve()):
         finding, hint = "the output path is inside the run", "choose a directory outside the run"
+    if is_inside or out.exists() or out.is_symlink():
         raise InputError("out_is_free", str(out), finding, hint=hint)
 
 

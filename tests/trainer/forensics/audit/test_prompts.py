@@ -11,11 +11,9 @@ import rollout_io
 from tests.helpers.audit_helpers import Request, row, sample
 from tests.helpers.trainer_helpers import tiny_llama, write_dataset
 from trainer.forensics.audit.audit import run_audit
-from trainer.forensics.audit.candidates import find_candidates
 from trainer.forensics.audit.prompts import PromptVariants
-from trainer.forensics.audit.result import AuditSettings
 from trainer.forensics.audit.rows import read_audit_rows
-from trainer.forensics.audit.scores import Weights
+from trainer.forensics.audit.weights import Weights, find_candidates
 
 CHAT = [{"role": "user", "content": "Name a river."}]
 
@@ -68,7 +66,6 @@ def test_a_prompt_that_was_rendered_again_is_named(rerendered, variants, tries):
     result = run_audit(
         rows,
         Weights(find_candidates([weights]), device=torch.device("cpu")),
-        AuditSettings(),
         dataset=dataset,
         variants=variants if tries else None,
     )

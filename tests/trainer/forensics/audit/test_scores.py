@@ -17,17 +17,20 @@ from tests.helpers.audit_helpers import Request, prompt_of, row, sample, tiny_mo
 from tests.helpers.trainer_helpers import VOCAB, plain_logprobs, tiny_llama
 from trainer.config.sections import ModelConfig
 from trainer.engine.token_sampling import sampled_distribution
-from trainer.forensics.audit.candidates import Candidate, find_candidates, load_candidate
-from trainer.forensics.audit.hypotheses import Judge, Span
-from trainer.forensics.audit.noise import CAUTION, FLOOR, Noise, Residuals, fit_noise
+from trainer.forensics.audit.hypotheses import Span
+from trainer.forensics.audit.judge import Judge
+from trainer.forensics.audit.noise import CAUTION, Noise, Residuals, fit_noise
 from trainer.forensics.audit.rows import to_audit_rows
 from trainer.forensics.audit.scores import (
     TRUNCATIONS,
-    Cost,
-    Scored,
-    num_distinct_tokens,
-    score_rows,
     score_tokens,
+)
+from trainer.forensics.audit.weights import (
+    Candidate,
+    Weights,
+    find_candidates,
+    load_candidate,
+    num_distinct_tokens,
 )
 from trainer.models.lora import add_adapter, save_model
 from trainer.models.policy import Policy, load_policy
@@ -49,7 +52,7 @@ def test_scores_are_those_of_the_sampled_distribution(vocab, spread, temperature
     top_p, top_k, min_p = cut
     settings = torch.tensor([[1 / temperature, top_p, top_k, min_p]] * 3)
     token = logits.argmax(-1)  # the one token that no truncation excludes
-    scores = score_tokens(logits, token, settings, truncations=True)
+    scores = score_tokens(logits, token, settings)
     usual = logits.log_softmax(-1).gather(1, token[:, None])[:, 0]
     assert np.abs(scores.at(1.0) - usual.numpy()).max() < 1e-4
     scaled = (logits / temperature).log_softmax(-1).gather(1, token[:, None])[:, 0].numpy()
@@ -91,21 +94,20 @@ def test_ragged_rows_are_scored_like_separate_ones(given_rows, budget, trees):
         for number, (prompt, response, group) in enumerate(given_rows)
     ]
     rows = to_audit_rows(pl.DataFrame(rows).with_columns(EXTRA), "processed")
-    found = Scored(place=np.full(len(rows.responses.values), -1, np.int64))
-    cost, every = Cost(), np.arange(rows.num_rows)
     policy = Policy(MODEL, logprob_chunk_tokens=3)
-    score_rows(policy, rows, every, found, cost, budget=budget, trees=trees)
+    weights = Weights([], loaded={0: policy}, trees=trees, budget=budget)
+    found = weights.score(0, rows, np.arange(rows.num_rows))
     plain = [(p, r, [True] * len(r)) for p, r, _ in given_rows]
     with torch.no_grad():
         expected = plain_logprobs(MODEL, plain).numpy()
     begin = 0
-    for number, (_, start, length) in enumerate(rows.spans.tolist()):
-        scores = found.of(np.arange(start, start + length))
+    for number, (*_, length) in enumerate(rows.spans.tolist()):
+        scores = found[number]
         assert length == len(given_rows[number][1])
         assert np.abs(scores.labelled - expected[begin : begin + length]).max() < 1e-4
         begin += length
     if trees and budget == 100:
-        assert cost.num_tokens == num_distinct_tokens(rows, every)
+        assert weights.num_tokens == num_distinct_tokens(rows)
 
 
 EXTRA = [
@@ -155,7 +157,7 @@ def test_noise_is_not_estimated_from_rows_that_fit_in_part():
         predicted = -rng.exponential(1.5, 50)
         wrong = np.arange(50) % 10 >= 6
         error = np.where(wrong, 2.0, 0.05) * -np.expm1(predicted) * rng.standard_normal(50)
-        spans.append(Residuals(error, predicted, 1.0))
+        spans.append(Residuals(error, -np.expm1(predicted)))
     assert fit_noise(spans).num_tokens == 0
 
 
@@ -167,12 +169,11 @@ def test_noise_is_that_of_the_spans_that_fit():
         predicted = -rng.exponential(1.5, 50)
         factor = 20.0 if number % 3 == 0 else 1.0
         error = factor * 0.05 * -np.expm1(predicted) * rng.standard_normal(50)
-        spans.append(Residuals(error, predicted, 1.0))
+        spans.append(Residuals(error, -np.expm1(predicted)))
     noise = fit_noise(spans)
     assert noise.num_tokens == 20 * 50
-    sigma = noise.sigma(Residuals(np.zeros(1), np.array([-1.0]), 1.0))[0] - FLOOR
-    assert 0.8 < sigma / (0.05 * -np.expm1(-1.0)) < 1.25
-    foreign = [Residuals(30 * one.difference, one.predicted, 1.0) for one in spans]
+    assert 0.7 < noise.kappa / 0.05 < 1.1
+    foreign = [one._replace(difference=30 * one.difference) for one in spans]
     assert fit_noise(foreign).num_tokens == 0
 
 
@@ -229,7 +230,7 @@ def trained_adapter(path, *, alpha=8, targets=None):
 
 
 def logits_of(candidate, ids):
-    loaded = load_candidate(candidate, device=CPU, trees=True, checks=True)
+    loaded = load_candidate(candidate, device=CPU, trees=True)
     with torch.no_grad():
         return loaded.model(ids).logits, loaded
 
@@ -322,10 +323,10 @@ def scores_of_versions(number, apart=0.0, length=60, seed=0):
     logits = 2 * torch.randn(length, 50, generator=generator)
     settings = torch.tensor([[1.0, 1.0, 0.0, 0.0]] * length)
     token = logits.softmax(-1).multinomial(1, generator=generator)[:, 0]
-    scores = [score_tokens(logits, token, settings, truncations=True)]
+    scores = [score_tokens(logits, token, settings)]
     for _ in range(1, number):
         logits = logits + apart * torch.randn(logits.shape, generator=generator)
-        scores.append(score_tokens(logits, token, settings, truncations=True))
+        scores.append(score_tokens(logits, token, settings))
     return scores
 
 
@@ -339,7 +340,7 @@ def test_a_common_sign_far_below_the_noise_is_not_suspicious(bias, expected):
     (scores,) = scores_of_versions(1)
     span = span_of(scores.at(1.0) - np.float32(bias), scores)
     noise = Noise(kappa=2e-3, num_tokens=1000)
-    assert Judge(noise, "processed").is_suspicious(span) == expected
+    assert Judge(noise).is_suspicious(span) == expected
 
 
 def test_reduced_precision_needs_more_evidence_for_another_version():
@@ -347,6 +348,6 @@ def test_reduced_precision_needs_more_evidence_for_another_version():
     label, other = scores_of_versions(2, apart=0.02)
     stored = (other.at(1.0) + 0.2 * (label.at(1.0) - other.at(1.0))).astype(np.float32)
     span = span_of(stored, label, other)
-    kinds = [Judge(Noise(kappa=kappa), "processed")(span).kind for kappa in (0.009, 0.05)]
+    kinds = [Judge(Noise(kappa=kappa))(span).kind for kappa in (0.009, 0.05)]
     assert kinds == ["version", "as_labelled"]
     assert Noise(kappa=0.05).caution == CAUTION

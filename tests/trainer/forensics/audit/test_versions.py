@@ -9,10 +9,8 @@ from rollout_io.dataset.row_digests import with_stored_digest
 from tests.helpers.audit_helpers import Request, prompt_of, row, sample, save_versions, tiny_models
 from tests.helpers.trainer_helpers import write_dataset
 from trainer.forensics.audit.audit import run_audit
-from trainer.forensics.audit.candidates import find_candidates
-from trainer.forensics.audit.result import AuditSettings
 from trainer.forensics.audit.rows import read_audit_rows
-from trainer.forensics.audit.scores import Weights
+from trainer.forensics.audit.weights import Weights, find_candidates
 
 SWAP = 25
 
@@ -33,7 +31,7 @@ def test_each_range_is_compared_with_the_version_that_is_recorded_for_it(tmp_pat
     weights = save_versions(tmp_path / "weights", models)
     found = Weights(find_candidates([weights]), device=torch.device("cpu"))
     audited = read_audit_rows(rollout_io.scan(dataset), rollout_io.read_metadata(dataset))
-    verdicts = run_audit(audited, found, AuditSettings(), dataset=dataset).verdicts
+    verdicts = run_audit(audited, found, dataset=dataset).verdicts
     assert len(verdicts) == 16
     assert verdicts.filter(pl.col("step_index") != 0).is_empty()
     first, second = (verdicts.filter(pl.col("span") == span) for span in (0, 1))

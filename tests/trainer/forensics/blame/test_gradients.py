@@ -54,32 +54,26 @@ def old_logprobs(batch: Batch, seed: int = 2) -> torch.Tensor:
     return (batch.rollout_logprobs + noise).clamp(max=0.0)
 
 
-def flat(learner: Run, direction: Any) -> torch.Tensor:
-    names = [name for name, p in learner.policy.named_parameters() if p.requires_grad]
-    return torch.cat([direction[name].flatten() for name in names])
+def flat(direction: Any) -> torch.Tensor:
+    return torch.cat([part.flatten() for part in direction])
 
 
 def rows_of(learner: Run, batch: Batch, budget: int = 4096, **outputs: Any) -> Any:
     batch = dataclasses.replace(
         batch, old_logprobs=outputs.get("old"), ref_logprobs=outputs.get("ref")
     )
-    return found.row_gradients(learner, batch, forests_of(batch, budget))
-
-
-def own_gradient(learner: Run, batch: Batch, rows: found.RowGradients, row: Any) -> Any:
-    return found.gradient_of(learner, batch, rows.targets, rows.coefficients, np.array([row]))
+    return found.linearize(learner, batch, forests_of(batch, budget))
 
 
 def test_the_literal_example() -> None:
     batch = make_batch([([1, 2], [3], [True]), ([4], [5, 6], [True, True])])
     learner = run_of(tiny_policy())
-    rows = found.row_gradients(learner, batch, forests_of(batch))
-    assert rows.rows.tolist() == [0, 1]
-    one, other = (own_gradient(learner, batch, rows, row) for row in (0, 1))
-    assert rows.norms == pytest.approx([found.norm(one), found.norm(other)], rel=1e-4)
-    torch.testing.assert_close(
-        flat(learner, rows.gradient), flat(learner, one) + flat(learner, other)
-    )
+    update = found.linearize(learner, batch, forests_of(batch))
+    norms, total = update.gradients()
+    assert update.rows.tolist() == [0, 1]
+    one, other = (update.gradient(row) for row in (0, 1))
+    assert norms == pytest.approx([found.norm(one), found.norm(other)], rel=1e-4)
+    torch.testing.assert_close(flat(total), flat(one) + flat(other))
 
 
 FEW = [EVERYTHING[i] for i in (0, 2, 9, 15, -1)]
@@ -105,8 +99,8 @@ def test_rows_sum_to_the_gradient_of_the_update_with_every_loss(settings_: dict[
     forests = forests_of(batch, 20)
     batch = dataclasses.replace(batch, old_logprobs=old, ref_logprobs=ref)
     torch.manual_seed(3)
-    rows = found.row_gradients(learner, batch, forests)
-    assert relative_difference(flat(learner, rows.gradient), expected) < 1e-4
+    _, total = found.linearize(learner, batch, forests).gradients()
+    assert relative_difference(flat(total), expected) < 1e-4
 
 
 @settings(max_examples=examples(10), deadline=None)
@@ -114,18 +108,15 @@ def test_rows_sum_to_the_gradient_of_the_update_with_every_loss(settings_: dict[
 def test_norms_and_inner_products_of_ragged_rows(rows: list[Row], seed: int, budget: int) -> None:
     learner = run_of(tiny_policy(chunk=4, tie_word_embeddings=True), corrects=True)
     batch = some_batch(rows, seed)
-    gradients = rows_of(learner, batch, budget, old=old_logprobs(batch, seed))
-    forests = forests_of(batch, budget)
-    total = gradients.gradient
-    products = found.inner_products(learner, batch, forests, gradients.coefficients, total)
+    update = rows_of(learner, batch, budget, old=old_logprobs(batch, seed))
+    _, total = update.gradients()
+    products = update.products(total)
     row = batch.responses.row_of(np.arange(len(batch.trains)))
-    sums = np.bincount(row, products.numpy(), len(rows))
+    sums = np.bincount(row, products, len(rows))
     scale = found.norm(total) ** 2
-    for number in gradients.rows:
-        own = own_gradient(learner, batch, gradients, number)
-        assert sums[number] == pytest.approx(
-            float(flat(learner, own).double() @ flat(learner, total).double()), abs=1e-4 * scale
-        )
+    for number in update.rows:
+        own = flat(update.gradient(number)).double()
+        assert sums[number] == pytest.approx(float(own @ flat(total).double()), abs=1e-4 * scale)
     assert products.sum() == pytest.approx(scale, rel=1e-4)
 
 
@@ -138,19 +129,18 @@ def test_norms_and_inner_products_of_other_architectures(kind: str, tmp_path: Pa
         pytest.skip(seen.text)
     learner = run_of(seen.policy)
     batch = some_batch(some_rows(num=3))
-    rows = rows_of(learner, batch)
-    total = rows.gradient
-    products = found.inner_products(learner, batch, forests_of(batch), rows.coefficients, total)
-    assert float(products.sum()) == pytest.approx(found.norm(total) ** 2, rel=1e-3)
+    update = rows_of(learner, batch)
+    _, total = update.gradients()
+    assert update.products(total).sum() == pytest.approx(found.norm(total) ** 2, rel=1e-3)
 
 
 def test_recomputed_layers_change_nothing() -> None:
     batch = some_batch(some_rows())
     policy = tiny_policy()
-    plain = rows_of(run_of(policy), batch, 20)
+    plain, _ = rows_of(run_of(policy), batch, 20).gradients()
     policy.checkpoint_layers()
-    recomputed = rows_of(run_of(policy), batch, 20)
-    np.testing.assert_allclose(recomputed.norms, plain.norms, rtol=1e-5)
+    recomputed, _ = rows_of(run_of(policy), batch, 20).gradients()
+    np.testing.assert_allclose(recomputed, plain, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -158,11 +148,9 @@ def test_recomputed_layers_change_nothing() -> None:
 def test_compiled_layers_have_the_inner_products_of_others() -> None:
     batch = some_batch(some_rows())
     policy = tiny_policy()
-    plain = rows_of(run_of(policy), batch, 20)
+    plain, _ = rows_of(run_of(policy), batch, 20).gradients()
     compile_layers(policy.model, recomputes=True)
-    learner = run_of(policy)
-    rows = rows_of(learner, batch, 20)
-    np.testing.assert_allclose(rows.norms, plain.norms, rtol=1e-4)
-    inputs = batch, forests_of(batch), rows.coefficients, rows.gradient
-    products = found.inner_products(learner, *inputs)
-    assert float(products.sum()) == pytest.approx(found.norm(rows.gradient) ** 2, rel=1e-3)
+    update = rows_of(run_of(policy), batch, 20)
+    norms, total = update.gradients()
+    np.testing.assert_allclose(norms, plain, rtol=1e-4)
+    assert update.products(total).sum() == pytest.approx(found.norm(total) ** 2, rel=1e-3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,12 @@ from tests.helpers.trainer_helpers import (
     save_tiny_model,
     write_dataset,
 )
-from trainer.forensics.replay.changes import ChangedBatch, Changes, without_rows
+from trainer.forensics.replay.changes import ChangedBatch, without_rows
 from trainer.forensics.replay.reconstruct import Reconstruction, reconstruct
 from trainer.forensics.replay.replay import Replay, replay
 from trainer.loss import policy_logprobs
 
+EVERY_ROW = [f"g{group}_{number}" for group in (0, 1) for number in range(3)]
 REDUCTIONS = ["token_mean", "sequence_mean", "trajectory_mean", "prompt_mean", "token_mean_legacy"]
 ON_EVERY_CHANGE = {("token_mean", "merge"), ("sequence_mean", "step"), ("prompt_mean", "tree")}
 
@@ -50,15 +52,15 @@ def run(paths: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path
     return train(paths, folder / "run", save_every_updates=5, groups_per_mini_batch=2)
 
 
-def gradient(run: Path, update: int, changes: Changes) -> torch.Tensor:
+def gradient(run: Path, update: int, without: Sequence[str]) -> torch.Tensor:
     def change(found: Reconstruction) -> Any:
-        return without_rows(found.run, found.step, changes)
+        return without_rows(found.run, found.step, without)
 
     return gradient_of(run, update, change)
 
 
 def changed(run: Path, update: int, *settings: str, **kept: Any) -> Replay:
-    found = replay(run, update, Changes(settings=settings), **kept)
+    found = replay(run, update, settings=settings, **kept)
     assert found.is_identical
     return found
 
@@ -87,7 +89,7 @@ def test_a_gradient_without_rows_is_that_of_a_batch_built_without_them(
     kept = [row for row in rows() if row["trajectory_id"] not in ("g0_1", "g1_2")]
     fewer = paths | {"dataset": write_dataset(tmp_path / "fewer", kept)}
     built = train(fewer, tmp_path / "built", **settings)
-    left = gradient(run, 1, Changes(rows=("g0_1", "g1_2")))
+    left = gradient(run, 1, ["g0_1", "g1_2"])
     assert relative_difference(left, gradient_of(built, 1)) < 1e-5
     assert relative_difference(left, gradient_of(run, 1)) > 0.05
 
@@ -97,18 +99,18 @@ def test_gradients_of_parts_add_up_where_the_denominator_is_fixed(paths, tmp_pat
     fixed = {"reduction": "seq_mean_token_sum_norm", "max_seq_len": 32}
     given = fixed | {"sequence_layout": "step", "groups_per_mini_batch": 2}
     run = train(paths, tmp_path / "run", max_updates=1, **given)
-    one = Changes(condition="trajectory_id = 'g0_1' AND step_index = 1")
-    others = Changes(condition="NOT (trajectory_id = 'g0_1' AND step_index = 1)")
+    one = ["g0_1:1"]
+    stored = reconstruct(run, 1).step.batch.origins.rows
+    names = [f"{name}:{step}" for name, step in stored.select("trajectory_id", "step_index").rows()]
+    others = [name for name in names if name not in one]
     full, without, alone = gradient_of(run, 1), gradient(run, 1, one), gradient(run, 1, others)
     # Each is a mean over the rows that are left: 12 rows, 11 of them, and 1.
     assert relative_difference(11 / 12 * without + 1 / 12 * alone, full) < 1e-5
 
 
 @pytest.mark.slow
-def test_the_ways_to_name_a_row_agree_and_merged_rows_keep_their_context(run):
-    by_id = replay(run, 6, Changes(rows=("g0_1:0",)))
-    by_sql = replay(run, 6, Changes(condition="trajectory_id = 'g0_1' AND step_index = 0"))
-    assert by_id.changed == by_sql.changed
+def test_a_row_is_left_out_and_merged_rows_keep_their_context(run):
+    by_id = replay(run, 6, without=["g0_1:0"])
     assert by_id.changes == ("without g0_1:0",)
     assert by_id.is_identical
     assert "the recorded tokens" in by_id.compared
@@ -116,18 +118,18 @@ def test_the_ways_to_name_a_row_agree_and_merged_rows_keep_their_context(run):
     assert after["num_trained_tokens"] == before["num_trained_tokens"] - 4
     assert (before["num_rows"], after["num_rows"]) == (8, 7)
     assert (before["num_trajectories"], after["num_trajectories"]) == (6, 6)
-    merged = replay(run, 6, Changes(rows=("g0_0:0",))).changed
+    merged = replay(run, 6, without=["g0_0:0"]).changed
     assert merged["num_trained_tokens"] == before["num_trained_tokens"] - 4
     assert merged["num_rows"] == 8
     assert merged["num_forwarded_tokens"] == before["num_forwarded_tokens"]
-    gone = replay(run, 6, Changes(rows=("g0_0", "g0_1", "g0_2"))).changed
+    gone = replay(run, 6, without=["g0_0", "g0_1", "g0_2"]).changed
     assert (gone["num_rows"], gone["num_trajectories"], gone["num_groups"]) == (4, 3, 1)
     assert gone["return_mean"] == 0.5
 
 
 def test_advantages_of_other_rows_and_what_the_models_said_stay_as_they_were(run):
     found = reconstruct(run, 6)
-    before, step = found.step.batch, without_rows(found.run, found.step, Changes(rows=("g0_1",)))
+    before, step = found.step.batch, without_rows(found.run, found.step, ["g0_1"])
     assert torch.equal(step.batch.advantages, before.advantages)
     assert step.batch.old_logprobs is before.old_logprobs is not None
     assert step.batch.ref_logprobs is step.batch.values is None
@@ -223,26 +225,19 @@ def test_a_loss_that_needs_old_logprobs_gets_those_of_the_start_of_the_batch(pat
 @pytest.mark.parametrize(
     ("changes", "rule", "message"),
     [
-        (Changes(rows=("g9_0",)), "replay_without", r"found no such row in the update; expected"),
-        (Changes(rows=("g0_0:7",)), "replay_without", "such as the rows of g0_0, g0_1, g0_2"),
-        (Changes(condition="reward > 9"), "replay_without", r"--without-where 'reward > 9': found"),
-        (Changes(condition="reward >= 0"), "replay_without", "no row of the update remains"),
-        (Changes(condition="rewrad > 0"), "known_column", "no column 'rewrad'"),
-        (Changes(condition="reward > 'x'"), "condition", "--without-where"),
-        (
-            Changes(settings=("model.lora_rank=4",)),
-            "replay_change",
-            "`model.lora_rank`, which cannot change",
-        ),
-        (Changes(settings=("batch.sequence_layout=tree",)), "replay_change", "sequence_layout"),
-        (Changes(settings=("optimiser=adamw",)), "config_key", "unknown key `optimiser`"),
-        (Changes(settings=("optimizer.learning_rate=fast",)), "config_value", "expected a number"),
-        (Changes(settings=("advantage.estimator=gae",)), "replay_change", "gae needs a critic"),
+        ({"without": ["g9_0"]}, "replay_without", r"found no such row in the update; expected"),
+        ({"without": ["g0_0:7"]}, "replay_without", "such as the rows of g0_0, g0_1, g0_2"),
+        ({"without": EVERY_ROW}, "replay_without", "no row of the update remains"),
+        ({"settings": ["model.lora_rank=4"]}, "replay_change", "`model.lora_rank`, which cannot"),
+        ({"settings": ["batch.sequence_layout=tree"]}, "replay_change", "sequence_layout"),
+        ({"settings": ["optimiser=adamw"]}, "config_key", "unknown key `optimiser`"),
+        ({"settings": ["optimizer.learning_rate=fast"]}, "config_value", "expected a number"),
+        ({"settings": ["advantage.estimator=gae"]}, "replay_change", "gae needs a critic"),
     ],
 )
 def test_changes_that_mean_nothing_are_refused(changes, rule, message, run):
     with pytest.raises(RolloutError, match=message) as error:
-        replay(run, 6, changes)
+        replay(run, 6, **changes)
     assert error.value.rule == rule
 
 

@@ -22,7 +22,6 @@ from schemas.errors import RolloutError
 from tests.conftest import ROOT
 from tests.helpers.rl_helpers import HERE, as_toml, config_of, rows_of, save_model
 from trainer import rl
-from trainer.forensics.replay.changes import Changes
 from trainer.forensics.replay.reconstruct import reconstruct
 from trainer.forensics.replay.replay import replay
 
@@ -73,7 +72,7 @@ def test_updates_of_the_loop_are_made_again_where_the_run_was_moved_to(tmp_path,
     assert f"the weights of {moved}/checkpoints/global_step_12" in last.compared
     assert f"the weights of {moved}/weights/version_3" in last.compared
     assert {"wait_seconds", "staleness_mean"} <= set(replay(moved, 9).not_compared)
-    after = replay(moved, 9, Changes(settings=("optimizer.learning_rate=0.5",))).changed
+    after = replay(moved, 9, settings=["optimizer.learning_rate=0.5"]).changed
     assert after["learning_rate"] == 0.5
 
 
