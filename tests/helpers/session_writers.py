@@ -7,7 +7,7 @@ A verb that a format's log has no record for raises `NotLogged`.
 import json
 from itertools import count
 
-from tests.rollout_io.formats.test_source_is_kept import (
+from tests.helpers.conversation_writers import (
     GOOSE_TABLES,
     OPENCODE_TABLES,
     save_opencode,

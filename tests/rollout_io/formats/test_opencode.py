@@ -13,9 +13,9 @@ from rollout_io.formats.opencode import ADAPTER, FILES, INVALID, REMINDED, UNEND
 from rollout_io.formats.opencode_stores import REVERTED
 from rollout_io.formats.parsing.forks import COPIED
 from tests.helpers.adapter_helpers import read_all
+from tests.helpers.conversation_writers import opencode_tables, save_opencode
 from tests.helpers.session_facts import opencode
 from tests.helpers.structural_logs import CONVERSATION
-from tests.rollout_io.formats.test_source_is_kept import opencode_tables, save_opencode
 
 FORMATS = load_formats().adapters
 

@@ -13,9 +13,9 @@ from rollout_io.formats.session_traces import ADAPTER, NO_ANSWER, NOT_WRITTEN
 from schemas.columns import arrow_schema
 from tests.conftest import ROOT
 from tests.helpers.adapter_helpers import read_all, write_lines
+from tests.helpers.conversation_writers import log_of
 from tests.helpers.structural_logs import CONVERSATION
 from tests.rollout_io.formats.test_gemini_cli import HEAD, asked, gemini
-from tests.rollout_io.formats.test_source_is_kept import WRITERS
 
 SHOP = ROOT / "examples" / "shop.calls.jsonl"
 SESSION = {"type": "session", "harness": "mine", "id": "s", "name": "Listing"}
@@ -104,7 +104,7 @@ def test_calls_are_exported_with_each_context_once(tmp_path):
 @pytest.mark.model
 def test_an_exported_conversation_comes_back_message_for_message(tmp_path, smollm2_dir):
     log = tmp_path / "log.jsonl"
-    log.write_text(WRITERS["pi"][0](CONVERSATION))
+    log.write_bytes(log_of("pi", CONVERSATION)[0])
     choices = Keywords(tokenizer=str(smollm2_dir), chat_template="chatml_tools_thinking")
     rollout_io.convert(log, tmp_path / "ds", **choices)
     (lines,) = exported(tmp_path / "ds", tmp_path)
