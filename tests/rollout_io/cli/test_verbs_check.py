@@ -1,7 +1,6 @@
 """Every verb that takes a dataset checks it: what breaks an invariant is refused by its name."""
 
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -53,7 +52,7 @@ relaxed = settings(
 )
 
 
-def verbs(dataset: Path, *more: str) -> Iterator[tuple[list[str], Path | None]]:
+def verbs(dataset, *more):
     """Each verb's command on a dataset, and what it would write."""
     for name, options in READING.items():
         if not more or name in PARALLEL:
@@ -64,7 +63,7 @@ def verbs(dataset: Path, *more: str) -> Iterator[tuple[list[str], Path | None]]:
             yield [name.partition("-")[0], str(dataset), *more, *options, str(out)], out
 
 
-def assert_refused(rule: str, dataset: Path, capfd: pytest.CaptureFixture[str], *more: str) -> None:
+def assert_refused(rule, dataset, capfd, *more):
     before = sorted(dataset.parent.rglob("*"))
     for command, out in verbs(dataset, *more):
         code, said = run(command), capfd.readouterr()
@@ -75,7 +74,7 @@ def assert_refused(rule: str, dataset: Path, capfd: pytest.CaptureFixture[str], 
     assert sorted(dataset.parent.rglob("*")) == before
 
 
-def written(table: pa.Table, folder: Path, num_shards: int, layout: str) -> Path:
+def written(table, folder, num_shards, layout):
     """The table as it is, past our writer, cut between trajectories into shards."""
     dataset = folder / "ds"
     dataset.mkdir()
@@ -92,7 +91,7 @@ def written(table: pa.Table, folder: Path, num_shards: int, layout: str) -> Path
     return dataset
 
 
-def encodable(table: pa.Table) -> bool:
+def encodable(table):
     """Whether the table can be stored in the prefix layout as it is."""
     names = table.column_names
     if len(set(names)) < len(names) or "prompt_token_ids" not in names:
