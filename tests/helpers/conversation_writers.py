@@ -10,6 +10,8 @@ import tempfile
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tests.helpers.source_facts import facts_of, joined
+
 
 def lines(records):
     return "\n".join(map(json.dumps, records))
@@ -102,7 +104,9 @@ def verifiers(messages):
     logged = [
         m | {"tool_calls": [json.dumps(c) for c in m.get("tool_calls", [])]} for m in messages
     ]
-    return json.dumps({"id": 0, "prompt": logged[:1], "completion": logged[1:], "reward": 1.0})
+    return json.dumps(
+        {"example_id": 0, "prompt": logged[:1], "completion": logged[1:], "reward": 1.0}
+    )
 
 
 def prime_hosted(messages):
@@ -543,7 +547,7 @@ WRITERS = {
     "swe_agent": (swe_agent, "a.traj"),
     "swe_agent, recorded after": (recorded_after, "a.traj"),
     "traces": (traces, "a.jsonl"),
-    "verifiers": (verifiers, "a.jsonl"),
+    "verifiers": (verifiers, "results.jsonl"),
 }
 """Logs of one conversation as files of text formats: who writes them, and their names."""
 
@@ -559,10 +563,28 @@ SYSTEM_IS_USER = ("claude_code", "cline", "cursor", "droid", "gemini_cli", "gemi
 SYSTEM_IS_USER += ("qwen_code",)
 
 
-def log_of(name, messages):
-    """The bytes of a log, and the name of its file; formats without system prompts have a user's."""
-    write, file = (WRITERS | EXACT_FORMATS)[name]
+TEXT_ALONE = ("trl",)
+ANSWERS_JOIN = ("codex_cli", "nemo_gym")
+
+
+def as_logged(name, messages):
+    """The messages as a format has them: a system's may be a user's, calls may be left out."""
     if name in SYSTEM_IS_USER:
         messages = [m | {"role": m["role"].replace("system", "user")} for m in messages]
-    content = write(messages)
+    if name in TEXT_ALONE:
+        texts = [m for m in messages if m["role"] != "tool"]
+        messages = [{"role": m["role"], "content": m["content"], "tool_calls": []} for m in texts]
+    return messages
+
+
+def log_of(name, messages):
+    """The bytes of a log, and the name of its file."""
+    write, file = (WRITERS | EXACT_FORMATS)[name]
+    content = write(as_logged(name, messages))
     return content if isinstance(content, bytes) else content.encode(), file
+
+
+def facts_in(name, messages):
+    """What must be read of a log."""
+    logged = as_logged(name, messages)
+    return facts_of(joined(logged) if name in ANSWERS_JOIN else logged)

@@ -1,10 +1,8 @@
-import os
 from pathlib import Path
 
 import pytest
 
 from rollout_io.formats.harbor import ADAPTER
-from rollout_io.formats.harbor_inputs import recognizes
 from rollout_io.formats.start import Start
 from tests.helpers.harbor_helpers import (
     agent_step,
@@ -142,9 +140,3 @@ def test_recognizes_its_inputs_and_nothing_else(tmp_path, trial):
     other = write(tmp_path / "other" / "result.json", {"session": "a/0", "schema_version": "1"})
     unknown = (other, other.parent, tmp_path / "none", Path(__file__))
     assert not any(ADAPTER.recognizes(Start(path)) for path in unknown)
-
-
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "pipe.json")
-    assert not recognizes(Start(tmp_path / "pipe.json"))
-    assert refusal(tmp_path / "pipe.json").rule == "input_file"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import rollout_io
 from rollout_io import read_log
 from rollout_io.conversion.settings import Keywords
-from rollout_io.formats.parsing.naming import natural_key, split_session
+from rollout_io.formats.parsing.naming import natural_key
 from schemas import check
 from schemas.columns import metrics_dict
 from schemas.errors import RolloutError
@@ -82,10 +82,6 @@ def test_shop_has_205_rows_48_trajectories_12_groups_and_mean_reward_a_quarter()
     assert (
         rows["prompt_token_ids"].list.len().sum() + rows["response_ids"].list.len().sum() == 43897
     )
-
-
-def test_shop_breaks_no_invariant():
-    assert check(read_calls([SHOP], SHOP_REWARDS)).is_empty()
 
 
 def test_a_group_is_contiguous_in_natural_order_with_repetitions_ascending():
@@ -370,28 +366,6 @@ def test_a_rewards_file_wins_and_what_the_log_said_is_kept(tmp_path):
     assert json.loads(rows["metrics"][0]) == {"logged_reward": 1.0}
 
 
-def test_an_empty_log_is_refused(tmp_path):
-    assert refusal(tmp_path, []).rule == "input_file"
-
-
-def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(
-        RolloutError, match=r"cannot read .*nowhere\.jsonl: no such file.*\[input_file\]"
-    ):
-        read_calls([tmp_path / "nowhere.jsonl"])
-
-
-def test_progress_counts_each_byte_twice(tmp_path):
-    logs = write(tmp_path / "calls.jsonl", [call("a/0", [1], [2]), call("a/1", [1], [2])])
-    counted = []
-    rollout_io.convert([logs], tmp_path / "ds", progress=lambda n, _: counted.append(n))
-    assert sum(counted) == 2 * logs.stat().st_size
-
-
-def test_instances_may_hold_slashes():
-    assert split_session("math/train/12/3", "a.jsonl:1") == ("math/train/12", 3)
-
-
 def test_natural_order_puts_2_before_10():
     names = ["shop-10", "shop-2", "shop", "10", "9", "shop-02"]
     assert sorted(names, key=natural_key) == ["9", "10", "shop", "shop-02", "shop-2", "shop-10"]
@@ -473,9 +447,3 @@ def test_lines_nested_too_deeply_and_impossible_temperatures_are_refused(tmp_pat
     for temperature in (-1.0, 1e300):
         bad = call("a/0", [1], [2], request={"temperature": temperature})
         assert refusal(tmp_path, [bad]).rule == "record_type"
-
-
-def test_a_log_given_twice_is_refused(tmp_path):
-    logs = write(tmp_path / "calls.jsonl", [call("a/0", [1], [2])])
-    with pytest.raises(RolloutError, match="duplicate_input"):
-        read_calls([logs, tmp_path / "." / "calls.jsonl"])

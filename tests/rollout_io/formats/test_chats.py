@@ -300,11 +300,6 @@ def test_a_shape_that_no_framework_has_is_refused_by_name(tmp_path):
     assert (error.value.rule, error.value.where) == ("message", f"{path}:1, messages[3]")
 
 
-def test_plain_lines_stay_openai_messages(tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", {"messages": CHAT})
-    assert recognize(path, FORMATS) == ["openai_messages"]
-
-
 def test_real_messages_of_frameworks_are_read(harness_logs):
     folder = harness_logs.parent / "agent_traces"
     texts = {

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from rollout_io.formats.claude_code import ADAPTER
 from rollout_io.formats.start import Start
-from schemas.errors import RolloutError
-from tests.helpers.adapter_helpers import convert_with, planned, read_all, write_lines
+from tests.helpers.adapter_helpers import planned, read_all, write_lines
 from tests.helpers.claude_code_lines import (
     boundary,
     call,
@@ -22,7 +21,7 @@ from tests.helpers.claude_code_lines import (
     user,
 )
 from tests.helpers.examples import examples
-from tests.helpers.line_log_helpers import check_lines, mutated_lines, save_template
+from tests.helpers.line_log_helpers import check_lines, mutated_lines
 
 SIDE = {"isSidechain": True}
 SHORT = thread(u1="Hi.", a1="Ho.")
@@ -152,12 +151,6 @@ def test_sessions_of_one_file_are_runs_and_titles_belong_to_the_first(tmp_path):
     assert planned(ADAPTER, path).about["groups"].startswith("inferred: each session")
 
 
-@pytest.mark.parametrize("record", [{"type": "summary", "summary": "x"}, user("1", "Hi.")])
-def test_a_session_in_which_the_model_wrote_nothing_has_no_calls(record, tmp_path):
-    found, ((_, error, _),) = read_all(ADAPTER, write_lines(tmp_path / "s", record))
-    assert (found, error.rule) == ([], "no_calls")
-
-
 @pytest.mark.parametrize(
     ("damaged", "rule"),
     [
@@ -176,27 +169,6 @@ def test_a_damaged_line_takes_its_session_with_it_and_no_other(damaged, rule, tm
     assert (run.instance_id, len(rejected)) == ("t", 3)
     assert rule in {r.error.rule for r in rejected}
     assert any(r.error.where.startswith(f"{path}:3") for r in rejected)
-
-
-def test_without_a_tokenizer_a_session_is_refused_with_the_way_to_give_one(tmp_path):
-    with pytest.raises(RolloutError, match="no_token_ids") as caught:
-        convert_with(ADAPTER, [write_lines(tmp_path / "s", *SHORT)], tmp_path)
-    assert "--tokenizer" in caught.value.hint
-
-
-@pytest.mark.slow
-@pytest.mark.model
-def test_with_a_tokenizer_each_context_is_a_row_that_trains_what_the_model_wrote(
-    tmp_path, smollm2_dir, harness_logs
-):
-    export = harness_logs / "claude_code" / "simonw.sample_session.json"
-    choices = {"tokenizer": str(smollm2_dir), "chat_template": save_template(tmp_path)}
-    done, table = convert_with(ADAPTER, [export], tmp_path, **choices)
-    assert (done.summary.num_records, done.summary.num_written) == (1, 1)
-    assert table["token_source"].to_pylist() == ["retokenized"] * 2
-    assert table["agent"].to_pylist() == ["main"] * 2
-    assert [len(segments) for segments in table["segments"].to_pylist()] == [13, 2]
-    assert table["response_text"].to_pylist()[0].startswith("The user wants")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 
 from rollout_io.formats.codex_cli import ADAPTER, EDITED, LOST, SUMMARIES, UNENDED
 from rollout_io.formats.dialects.responses import ENCRYPTED_THOUGHTS, WEB_SEARCHES
-from rollout_io.formats.start import Start
 from tests.helpers.adapter_helpers import read_all, write_lines
 from tests.helpers.examples import examples
 from tests.helpers.line_log_helpers import check_lines, mutated_lines
@@ -352,14 +351,6 @@ def test_the_real_session_is_read(harness_logs):
     assert step.messages[2]["content"] == "Inspecting the directory."
     assert step.messages[3]["content"].startswith("Process exited with code 0")
     assert (session.user_values, session.reward) == ({"model": "gpt-5.5"}, None)
-
-
-def test_the_real_session_without_messages_is_recognized_and_has_no_calls(harness_logs):
-    path = harness_logs / "codex_cli" / "ccusage.session-alpha.jsonl"
-    assert ADAPTER.recognizes(Start(path))
-    found, rejected = read_all(ADAPTER, path)
-    assert found == []
-    assert [r.error.rule for r in rejected] == ["no_calls"] * 3
 
 
 LOG = b"\n".join(

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-import pipelines
 import rollout_io
 from rollout_io import (
     TrajectoryID,
@@ -285,16 +284,6 @@ def test_a_merged_row_exports_the_reward_and_stop_reason_of_its_last_step():
     assert output["stop_reasons"] == ["tool_call", "stop", "length"]
 
 
-def test_an_unknown_reward_is_refused_with_a_hint():
-    table = from_generator_output(TWO_TRAJECTORIES)
-    table = table.drop_columns("reward").append_column("reward", pa.array([0.0, None, 1.0]))
-    with pytest.raises(RolloutError) as caught:
-        to_generator_output(table)
-    assert caught.value.rule == "reward_known"
-    assert "row 1, trajectory 'a_0'" in caught.value.where
-    assert "--rewards" in (caught.value.hint or "")
-
-
 def test_rewards_per_token_on_some_rows_only_are_refused():
     table = from_generator_output(TWO_TRAJECTORIES)
     rewards = pa.array([[0.0], None, [0.0, 0.5]], pa.list_(pa.float64()))
@@ -465,7 +454,6 @@ def test_a_field_that_is_no_column_cannot_be_kept(value):
 
 def test_a_conversion_keeps_other_fields(tmp_path):
     import rollout_io
-    from rollout_io.cli.main import run
 
     output = TWO_TRAJECTORIES | {"splits": UNKNOWN["splits"]}
     file = tmp_path / "output.json"
@@ -491,25 +479,6 @@ def _output(**fields):
         "rollout_metrics": {"a": 1.0},
         **fields,
     }
-
-
-def test_rollout_metrics_survive_merge_and_unmerge(tmp_path):
-    table = rollout_io.from_generator_output(_output())
-    merged = pipelines.merge_table(table)
-    assert merged.num_rows == 1
-    for kept in (merged, pipelines.unmerge_table(merged)):
-        assert rollout_io.to_generator_output(kept)["rollout_metrics"] == {"a": 1.0}
-    (tmp_path / "o.json").write_text(json.dumps(_output()))
-    command = [["convert", "o.json", "--out", "ds"], ["merge", "ds", "--out", "m"]]
-    command += [["merge", "--undo", "m", "--out", "u"]]
-    for words in command:
-        assert (
-            run([str(tmp_path / w) if w in {"o.json", "ds", "m", "u"} else w for w in words]) == 0
-        )
-    for name in ("m", "u"):
-        rollout_io.export(tmp_path / name, tmp_path / f"{name}.json", "skyrl")
-        found = json.loads((tmp_path / f"{name}.json").read_text())
-        assert found["rollout_metrics"] == {"a": 1.0}
 
 
 def test_string_ids_and_missing_ids_say_what_to_do():

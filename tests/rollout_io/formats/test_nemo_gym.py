@@ -209,11 +209,6 @@ def test_every_number_of_a_run_is_a_metric_and_its_indices_are_not(tmp_path):
     assert (row["reward"], row["temperature"]) == (0.5, pytest.approx(0.7))
 
 
-def test_zero_log_probabilities_are_real(tmp_path):
-    item = message(**tokens([1], [2, 3])) | {"generation_log_probs": [0.0, -1.5]}
-    assert rows_of(tmp_path, run(item))[0]["rollout_logprobs"] == [0.0, -1.5]
-
-
 @pytest.mark.parametrize("usage", [(3, 3), (2, 1)])
 def test_usage_may_count_all_calls_or_the_last(tmp_path, usage):
     counts = dict(zip(("input_tokens", "output_tokens"), usage, strict=True))
@@ -289,38 +284,10 @@ def test_one_call_of_several_without_ids_is_refused_with_its_number(tmp_path):
     assert error.where.endswith("response.output[2]")
 
 
-def test_the_same_rollout_twice_is_refused(tmp_path):
-    one = run(message(**tokens([1], [2])))
-    error = refused(tmp_path, one, one)
-    assert error.rule == "unique_trajectory"
-    assert error.got.endswith("a.jsonl:1")
-    assert "also occurs in" in error.got
-
-
 def test_a_task_without_its_rollout_is_refused(tmp_path):
     broken = run(message(**tokens([1], [2])))
     del broken["_ng_rollout_index"]
     assert refused(tmp_path, broken).rule == "group"
-
-
-def test_a_pointer_a_cut_line_and_an_empty_file_are_refused(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
-    assert refusal(path).rule == "lfs_pointer"
-    path.write_text(json.dumps(run(message(**tokens([1], [2]))))[:-9])
-    assert refusal(path).rule == "json_line"
-    path.write_text("")
-    assert refusal(path).rule == "input_file"
-
-
-@pytest.mark.parametrize("content", ["[" * 991 + "]" * 991, "[1e999]", "[\xff]"])
-def test_content_that_no_server_writes_is_refused_with_its_place(tmp_path, content):
-    line = json.dumps(run(message(**tokens([1], [2])) | {"content": "HERE"}))
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(line.replace('"HERE"', content).encode("latin-1"))
-    error = refusal(path)
-    assert error.rule in {"json_line", "record_type"}
-    assert error.where.startswith(f"{path}:1")
 
 
 def test_an_error_in_the_response_makes_a_failed_trajectory_that_keeps_its_numbers(tmp_path):
@@ -339,26 +306,9 @@ def test_an_incomplete_response_says_why_its_last_call_stopped(tmp_path):
     assert [r["stop_reason"] for r in rows] == [None, "max_output_tokens"]
 
 
-def test_a_rewards_file_wins_and_the_reward_of_the_log_stays_a_metric(tmp_path):
-    outcome = {"session": "0/0", "reward": 0.25, "judge": "b"}
-    row = rows_of(tmp_path, run(message(**tokens([1], [2]))), **outcome)[0]
-    assert (row["reward"], row["judge"], metrics_dict(row["metrics"])) == (
-        0.25,
-        "b",
-        {"reward": 1.0},
-    )
-
-
 def test_an_error_in_the_rewards_file_lets_a_run_without_tokens_pass(tmp_path):
     row = rows_of(tmp_path, run(message()), session="0/0", error="lost")[0]
     assert (row["error"], row["reward"], row["response_ids"]) == ("lost", None, [])
-
-
-def test_a_reward_for_an_unknown_rollout_is_refused(tmp_path):
-    log = write(tmp_path / "a.jsonl", [run(message(**tokens([1], [2])))])
-    rewards = write(tmp_path / "r.jsonl", [{"session": "0/1", "reward": 1.0}])
-    with pytest.raises(RolloutError, match="unknown_session"):
-        read_rollouts([log], rewards)
 
 
 IDS = st.lists(st.integers(0, 200_000), min_size=1, max_size=6)

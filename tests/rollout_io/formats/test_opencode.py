@@ -235,21 +235,6 @@ def test_an_interrupted_call_has_the_output_until_then(tmp_path):
     assert said(read_one(path)[1].steps[0]) == ["Go.", "", "half"]
 
 
-def test_child_sessions_are_sub_agents(tmp_path):
-    tables = opencode_tables(CONVERSATION)
-    child = opencode_tables([{"role": "user", "content": "Help."}, CONVERSATION[-1]])
-    for name in ("message", "part"):
-        for row in child[name]:
-            row |= {key: f"x{row[key]}" for key in ("id", "message_id") if key in row}
-            tables[name].append(row | {"session_id": "t"})
-    tables["session"].append({"id": "t", "parent_id": "s", "directory": "/"})
-    path = tmp_path / "opencode.db"
-    save_opencode(path, tables)
-    run, found = read_one(path)
-    assert (run.instance_id, [step.agent for step in found.steps]) == ("s", [None, "t"])
-    assert said(found.steps[1]) == ["Help.", "Bye \U0001f600"]
-
-
 def test_damage_is_named(tmp_path):
     path = tmp_path / "opencode.db"
     save_opencode(path, opencode_tables(CONVERSATION))

@@ -8,7 +8,6 @@ from rollout_io.formats.openhands import ADAPTER
 from rollout_io.formats.openhands_events import HIDDEN
 from rollout_io.formats.start import Start
 from schemas.errors import RolloutError
-from tests.helpers.adapter_helpers import convert_with
 from tests.helpers.adapter_helpers import read_all as read_noted
 from tests.helpers.text_log_helpers import (
     check_survives,
@@ -141,15 +140,6 @@ def test_events_of_one_response_are_one_message_with_parallel_calls(tmp_path):
 def test_responses_of_one_id_that_differ_are_several(tmp_path):
     (conversation,) = read(tmp_path, row(*start(), *turn(5, "same"), *turn(7, "same"))).steps
     assert roles(conversation) == "suata"
-
-
-def test_exact_ids_make_steps(tmp_path):
-    one = turn(5, "r1", ids=[7, 8], prompt=[1, 2])
-    two = turn(9, "r2", ids=[9], prompt=[1, 2, 7, 8, 3])
-    path = write(tmp_path / "output.jsonl", row(*start(), *one, *two))
-    _, table = convert_with(ADAPTER, [path], tmp_path)
-    assert table.column("response_ids").to_pylist() == [[7, 8], [9]]
-    assert table.column("token_source").to_pylist() == ["engine"] * 2
 
 
 def test_a_call_logged_without_its_response_among_exact_ones_is_refused(tmp_path):

@@ -15,9 +15,9 @@ from tests.helpers.adapter_helpers import read_all, write_lines
 from tests.helpers.conversation_writers import log_of
 from tests.helpers.examples import examples
 from tests.helpers.line_log_helpers import check_lines, mutated_lines
-from tests.helpers.source_facts import missing_fact, read_source
+from tests.helpers.source_facts import missing_fact, read_source, spelled
 from tests.helpers.structural_logs import CONVERSATION
-from tests.rollout_io.formats.test_source_is_kept import check_file, spelled
+from tests.rollout_io.formats.test_source_is_kept import check_file
 
 FORMATS = load_formats().adapters
 LINES = ["copilot_cli", "cursor", "droid", "grok_cli", "kimi_cli", "openclaw", "openhands_sdk"]
@@ -44,15 +44,6 @@ def texts(step):
 def contexts(found):
     """The (agent, texts, number of given messages) of each context."""
     return [(step.agent, texts(step), step.num_given) for step in found.steps]
-
-
-@pytest.mark.parametrize("name", LINES)
-def test_a_session_is_recognized_as_one_format_with_all_its_keys(name, tmp_path):
-    content, file = log_of(name, CONVERSATION)
-    (tmp_path / file).write_bytes(content)
-    assert recognize(tmp_path / file, FORMATS) == [name]
-    ((_, found),), _ = read_all(FORMATS[name], tmp_path / file)
-    assert found.unread == {}
 
 
 @pytest.mark.parametrize("name", LINES)
@@ -158,14 +149,6 @@ def test_what_pi_sends_of_commands_and_extensions_is_read_and_failed_answers_are
     assert (found.error, found.notes) == ("No credit.", {EXTENDED: 1, CUT: 2})
     ran = "Ran `ls`\n```\na\n```\n\nCommand exited with code 2"
     assert texts(found.steps[0]) == ["Go.", ran, "Mind the gap.", "Done."]
-
-
-def test_a_copy_of_a_session_of_pi_is_refused(tmp_path):
-    lines = pi(user("Go."), answer("One."))
-    paths = [write_lines(tmp_path / n, lines[0] | {"id": n}, *lines[1:]) for n in "sg"]
-    made, rejected = read_all(FORMATS["pi"], *paths)
-    assert len(made) == 1
-    assert {r.error.rule for r in rejected} == {"duplicate_record"}
 
 
 def test_records_without_a_parent_in_the_file_follow_the_line_before(read):

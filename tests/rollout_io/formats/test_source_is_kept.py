@@ -15,10 +15,16 @@ from rollout_io.conversion.text import Retokenizer
 from rollout_io.formats.detect import load_formats, recognize
 from rollout_io.retokenize.chat_template import TEMPLATES
 from schemas.errors import RolloutError
-from tests.helpers.conversation_writers import EXACT_FORMATS, SYSTEM_IS_USER, WRITERS, log_of
+from tests.helpers.conversation_writers import (
+    EXACT_FORMATS,
+    WRITERS,
+    as_logged,
+    facts_in,
+    log_of,
+)
 from tests.helpers.examples import examples
 from tests.helpers.qwen import chat_template_of, save_qwen3
-from tests.helpers.source_facts import READERS, facts_of, joined, missing_fact, read_source
+from tests.helpers.source_facts import READERS, missing_fact, read_source, spelled
 
 pytestmark = pytest.mark.model
 CHOICES = (None, *TEMPLATES)
@@ -67,20 +73,6 @@ def check_file(path, name, out, **choices):
             assert missing_fact(facts, "".join(said for _, said, _ in rows)) is None, place
             assert missing_fact(facts, "".join(chat for _, _, chat in rows)) is None, place
     return len(trajectories)
-
-
-def spelled(messages):
-    """Roles, reasoning, contents, names and arguments of a row's messages, in order."""
-    return "\n".join(piece for message in messages for piece in pieces(message))
-
-
-def pieces(message):
-    yield "<|im_start|>" + message["role"]
-    yield message.get("reasoning_content", "")
-    yield message["content"] or ""
-    for call in message.get("tool_calls", ()):
-        yield call["function"]["name"]
-        yield call["function"]["arguments"]
 
 
 def is_of(source, place):
@@ -169,8 +161,6 @@ def conversations(draw):
 
 
 ALL_FORMATS = WRITERS | EXACT_FORMATS
-TEXT_ALONE = ("trl",)
-ANSWERS_JOIN = ("codex_cli", "nemo_gym")
 SAID = {"role": "assistant", "content": "search", "tool_calls": []}
 TWO_ANSWERS = [{"role": "user", "content": "search"}, SAID, SAID]
 NOTHING = {"role": "assistant", "content": "", "tool_calls": []}
@@ -181,32 +171,23 @@ rare = settings(deadline=None, max_examples=4, suppress_health_check=list(Health
 
 
 def check_made(name, messages, out, tokenizer, template):
-    if name in SYSTEM_IS_USER:
-        messages = [m | {"role": m["role"].replace("system", "user")} for m in messages]
-    if name in TEXT_ALONE:
-        messages = [
-            {"role": m["role"], "content": m["content"], "tool_calls": []}
-            for m in messages
-            if m["role"] != "tool"
-        ]
     content, file = log_of(name, messages)
     path = out.with_suffix("") / file
     path.parent.mkdir()
     path.write_bytes(content)
     choices = {"tokenizer": str(tokenizer), "chat_template": template, "format": name.split(",")[0]}
     trajectories, rejected = converted(path, out, **choices)
-    expected = facts_of(joined(messages) if name in ANSWERS_JOIN else messages)
+    facts = facts_in(name, messages)
     for rows in trajectories:
-        assert missing_fact(expected, "".join(said for _, said, _ in rows)) is None
-        assert missing_fact(expected, "".join(chat for _, _, chat in rows)) is None
-        assert len(rows) == 1
+        ((_, text, chat),) = rows
+        assert missing_fact(facts, text) is None
+        assert missing_fact(facts, chat) is None
     says = any(
         m["role"] == "assistant" and (m["content"] or m["tool_calls"] or "reasoning_content" in m)
-        for m in messages
+        for m in as_logged(name, messages)
     )
     if template == "chatml_tools_thinking" and says:
-        assert [line["rule"] for line in rejected] == []
-        assert len(trajectories) == 1
+        assert ([line["rule"] for line in rejected], len(trajectories)) == ([], 1)
     assert trajectories or rejected
 
 

@@ -321,39 +321,31 @@ def test_a_call_or_a_result_of_any_sdk_is_one_in_langfuse(write, is_listed, tmp_
     assert step.num_given == 2
 
 
-@pytest.mark.parametrize("attribute", ["Be kind.", " Be kind. ", "Be\nkind."])
+@pytest.mark.parametrize(
+    ("attributes", "known", "expected"),
+    [
+        *(([text], ["Be kind."], ["Be kind."]) for text in ("Be kind.", " Be kind. ", "Be\nkind.")),
+        (["Be kind.", "Be brief."], ["Be kind.", "Be brief."], ["Be kind.", "Be brief."]),
+        (["Be brief."], ["Be kind."], ["Be brief.", "Be kind."]),
+    ],
+)
 @pytest.mark.parametrize("role", ["system", "developer"])
-def test_instructions_that_the_messages_have_too_are_said_once(role, attribute, tmp_path):
-    parts = [{"type": "text", "content": attribute}]
-    spans = []
-    for number, (prompt, answer) in enumerate(CALLS):
-        found = genai([SYSTEM | {"role": role}, *prompt[1:]], answer)
-        found["gen_ai.system_instructions"] = json.dumps(parts)
-        spans.append(sdk(number, found))
+def test_instructions_precede_the_messages_unless_these_have_them(
+    attributes, known, expected, role, tmp_path
+):
+    parts = [{"type": "text", "content": text} for text in attributes]
+    before = [{"role": role, "content": text} for text in known]
+    spans = [
+        sdk(
+            i,
+            genai([*before, *prompt[1:]], answer)
+            | {"gen_ai.system_instructions": json.dumps(parts)},
+        )
+        for i, (prompt, answer) in enumerate(CALLS)
+    ]
     (step,), _ = steps_in(write_lines(tmp_path / "a.jsonl", *spans))
     texts = [m["content"] for m in step.messages if m["role"] in {"system", "developer"}]
-    assert texts == ["Be kind."]
-
-
-def test_instructions_in_two_parts_that_the_messages_have_too_are_said_once(tmp_path):
-    parts = [{"type": "text", "content": text} for text in ("Be kind.", "Be brief.")]
-    both = [SYSTEM, SYSTEM | {"content": "Be brief."}]
-    found = genai([*both, USER], SAYS) | {"gen_ai.system_instructions": json.dumps(parts)}
-    (step,), _ = steps_in(write_lines(tmp_path / "a.jsonl", sdk(0, found)))
-    assert [m["content"] for m in step.messages if m["role"] == "system"] == [
-        "Be kind.",
-        "Be brief.",
-    ]
-
-
-def test_instructions_that_the_messages_have_not_precede_them(tmp_path):
-    parts = [{"type": "text", "content": "Be brief."}]
-    found = genai([SYSTEM, USER], SAYS) | {"gen_ai.system_instructions": json.dumps(parts)}
-    (step,), _ = steps_in(write_lines(tmp_path / "a.jsonl", sdk(0, found)))
-    assert [m["content"] for m in step.messages if m["role"] == "system"] == [
-        "Be brief.",
-        "Be kind.",
-    ]
+    assert texts == expected
 
 
 @pytest.mark.parametrize("mark", [{"source": "EVAL"}, {"observationId": "g0"}])

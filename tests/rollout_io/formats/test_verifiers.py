@@ -217,11 +217,6 @@ EPISODES = b"\n".join(
 )
 
 
-def test_a_row_twice_is_refused(tmp_path):
-    plan = planned(ADAPTER, write_lines(tmp_path / "a.jsonl", row(), row()))
-    assert [r.error.rule for r in plan.rejected] == ["duplicate_record"]
-
-
 @pytest.mark.slow
 @settings(max_examples=examples(100), deadline=None)
 @given(content=mutated_lines(EPISODES))

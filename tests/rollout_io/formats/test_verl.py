@@ -9,7 +9,6 @@ from rollout_io.cli.main import run
 from rollout_io.formats.parsing.messages import prompt_key
 from rollout_io.formats.start import Start
 from rollout_io.formats.verl import ADAPTER, NO_IDS, TOOL_RESULTS
-from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import convert_with, planned, read_all, write_lines
 from tests.helpers.examples import examples
 from tests.helpers.line_log_helpers import check_lines, mutated_lines
@@ -65,15 +64,6 @@ def test_what_a_dump_lacks_and_the_tool_results_in_it_are_counted(tmp_path):
     runs, _ = read_all(ADAPTER, path)
     assert [found.notes.get(NO_IDS, 0) for _, found in runs] == [1] * 5
     assert [found.notes.get(TOOL_RESULTS, 0) for _, found in runs] == [1, 1, 0, 0, 1]
-
-
-def test_without_a_tokenizer_text_is_refused_with_the_way_to_tokens(tmp_path):
-    path = write_lines(tmp_path / "3.jsonl", sample())
-    with pytest.raises(RolloutError, match="no_token_ids") as caught:
-        convert_with(ADAPTER, [path], tmp_path)
-    assert caught.value.where == f"{path}:1"
-    assert "--tokenizer" in caught.value.hint
-    assert not list((tmp_path / "ds").glob("*.parquet"))
 
 
 @pytest.mark.model
