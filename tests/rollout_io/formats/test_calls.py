@@ -358,14 +358,6 @@ def test_a_bad_rewards_line_is_refused(rewards, rule, tmp_path):
     assert "rewards.jsonl:" in error.where
 
 
-def test_a_rewards_file_wins_and_what_the_log_said_is_kept(tmp_path):
-    rows = convert(
-        tmp_path, [call("a/0", [1], [2], reward=1.0)], [{"session": "a/0", "reward": 0.5}]
-    )
-    assert rows["reward"].to_list() == [0.5]
-    assert json.loads(rows["metrics"][0]) == {"logged_reward": 1.0}
-
-
 def test_natural_order_puts_2_before_10():
     names = ["shop-10", "shop-2", "shop", "10", "9", "shop-02"]
     assert sorted(names, key=natural_key) == ["9", "10", "shop", "shop-02", "shop-2", "shop-10"]

@@ -328,14 +328,6 @@ def test_every_row_read_is_written_or_counted(
         assert len(output["response_ids"]) == num_written
 
 
-def test_the_closing_line_says_what_was_left_out(failed_dataset, tmp_path, capsys):
-    export(failed_dataset, "verl", tmp_path, "--failed", "trajectory")
-    printed = capsys.readouterr()
-    line = "4 rows read: 2 written, 2 left out (2 from failed trajectories)\n"
-    assert printed.err.endswith(f"(verl): {line}")
-    assert printed.out == ""
-
-
 @pytest.mark.parametrize("name", ["trl", "slime"])
 def test_trajectories_of_several_rows_are_pointed_out(name, dataset, tmp_path, capsys):
     export(dataset, name, tmp_path)
@@ -459,12 +451,6 @@ def test_an_export_that_fails_halfway_leaves_nothing_behind(name, tmp_path, caps
         writer.write(table)
     assert len(list(rollout_io.iter_tables(tmp_path / "ds"))) > 1
     assert "trajectory 'b_0'" in refused(tmp_path / "ds", name, tmp_path, capsys)
-
-
-def test_an_unknown_format_names_the_nearest(dataset, tmp_path, capsys):
-    said = refused(dataset, "slim", tmp_path, capsys, code=2)
-    assert said.startswith("Error: rollouts export: --format: 'slim' is not one of")
-    assert "Hint: did you mean --format slime?" in said
 
 
 @pytest.mark.slow

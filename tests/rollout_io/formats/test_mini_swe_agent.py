@@ -165,20 +165,6 @@ def test_ids_of_some_calls_alone_are_refused_by_the_call_without(tmp_path, answe
     assert found.value.rule == "no_token_ids"
 
 
-def test_tool_calls_and_reasoning_survive(tmp_path):
-    call = assistant(None, tool_calls=[TOOL_CALL], reasoning_content="hm")
-    result = {"role": "tool", "tool_call_id": "c1", "content": "files"}
-    found = read_one(ADAPTER, save(tmp_path / "a.traj.json", v2(call, result, assistant("done"))))
-    messages = found.steps[0].messages
-    assert messages[2] == {
-        "role": "assistant",
-        "content": "",
-        "reasoning_content": "hm",
-        "tool_calls": [TOOL_CALL],
-    }
-    assert messages[3] == result
-
-
 def test_responses_objects_are_messages(tmp_path):
     thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]}
     said = {"type": "message", "content": [{"type": "output_text", "text": "I look."}]}

@@ -100,17 +100,6 @@ def test_a_used_up_number_of_iterations_is_no_failure(logs):
     assert "maximum iteration" in last.user_values["exit_status"]
 
 
-def test_a_real_list_of_events_keeps_calls_and_results_together(logs):
-    path = logs / "openhands_trajectory.events.json"
-    (conversation,) = read_one(ADAPTER, path).steps
-    messages = conversation.messages
-    assert roles(conversation) == "suata"
-    assert messages[3]["tool_call_id"] == messages[2]["tool_calls"][0]["id"]
-    assert messages[3]["name"] == "execute_bash"
-    assert messages[4]["tool_calls"][0]["function"]["name"] == "finish"
-    assert found_in(ADAPTER, path)[2]["groups"].startswith("inferred")
-
-
 def test_real_resolver_rows_are_judged_by_success_and_marked_as_reconstructed(logs):
     path = logs / "resolver_mock.output.jsonl"
     assert [run.instance_id for run in found_in(ADAPTER, path)[0]] == [

@@ -8,7 +8,6 @@ import pytest
 import rollout_io
 from rollout_io.cli.main import run
 from rollout_io.conversion.settings import Keywords
-from rollout_io.formats.detect import load_formats, recognize
 from rollout_io.formats.session_traces import ADAPTER, NO_ANSWER, NOT_WRITTEN
 from schemas.columns import arrow_schema
 from tests.conftest import ROOT
@@ -41,21 +40,6 @@ def exported(dataset, tmp_path):
     out = tmp_path / "out"
     rollout_io.export(dataset, out, "session_traces")
     return [[*map(json.loads, f.read_text().splitlines())] for f in sorted(out.iterdir())]
-
-
-def test_a_session_of_the_format_is_read(tmp_path):
-    path = write_lines(tmp_path / "s.jsonl", *TRACE)
-    assert recognize(path, load_formats().adapters) == ["session_traces"]
-    ((found_run, found),), rejected = read_all(ADAPTER, path)
-    assert (rejected, found.unread, found.user_values) == ([], {}, {"model": "m"})
-    assert (found_run.instance_id, found_run.labels["harness"]) == ("s", "mine")
-    (step,) = found.steps
-    system, user, call, result, end = step.messages
-    assert (system["content"], user["content"]) == ("Be brief.", "List.")
-    assert call["reasoning_content"] == "Hm."
-    assert call["tool_calls"][0]["function"] == {"name": "ls", "arguments": '{"n":1}'}
-    assert (result["tool_call_id"], result["content"]) == ("c", "a.py")
-    assert end["content"] == "One file."
 
 
 def test_the_header_has_the_group_the_attempt_the_reward_and_the_sub_agents(tmp_path):

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 
 from rollout_io.formats.skyrl_evals import ADAPTER
 from rollout_io.formats.start import Start
-from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import convert_with, planned, read_all, write_lines
 from tests.helpers.examples import examples
 from tests.helpers.line_log_helpers import check_lines, mutated_lines
@@ -78,13 +77,6 @@ def test_the_placeholder_of_a_failed_run_is_no_text_of_the_model(tmp_path):
     path = write_lines(tmp_path / "gsm8k.jsonl", failed)
     ((_, trajectory),) = read_all(ADAPTER, path)[0]
     assert (trajectory.steps, trajectory.error) == ([], "error")
-
-
-def test_without_a_tokenizer_text_is_refused_with_the_way_to_tokens(tmp_path):
-    path = write_lines(tmp_path / "gsm8k.jsonl", sample())
-    with pytest.raises(RolloutError, match="no_token_ids") as caught:
-        convert_with(ADAPTER, [path], tmp_path)
-    assert "--tokenizer" in caught.value.hint
 
 
 @pytest.mark.slow
