@@ -313,29 +313,18 @@ def test_a_line_that_is_not_json_is_named(content, got, tmp_path):
     assert caught.value.got == got
 
 
-def test_two_last_steps_are_refused_with_both_places(tmp_path):
-    calls = [call("a/0", [1], [n], time=float(n), final=True) for n in (2, 3)]
-    error = refusal(tmp_path, calls)
-    assert error.rule == "boundary_alignment"
-    assert "2 `final` calls" in error.got
-    assert "calls.jsonl:1" in error.got
-    assert "calls.jsonl:2" in error.got
-
-
-def test_a_call_after_the_final_one_is_refused(tmp_path):
-    calls = [call("a/0", [1], [2], time=1.0, final=True), call("a/0", [1], [3], time=2.0)]
-    assert "a call after" in refusal(tmp_path, calls).got
-
-
-def test_time_on_some_calls_of_a_session_only_is_refused(tmp_path):
-    calls = [call("a/0", [1], [2], time=1.0), call("a/0", [1], [3])]
-    error = refusal(tmp_path, calls)
-    assert (error.rule, error.where) == ("mixed_time", f"{tmp_path / 'calls.jsonl'}:2")
-
-
-def test_a_line_that_occurs_twice_is_refused(tmp_path):
-    one = call("a/0", [1], [2], time=1.0)
-    assert refusal(tmp_path, [one, one]).rule == "duplicate_record"
+@pytest.mark.parametrize(
+    ("first", "second", "rule", "got"),
+    [
+        ({"time": 1.0, "final": True}, {"time": 2.0, "final": True}, "boundary_alignment", ":2"),
+        ({"time": 1.0, "final": True}, {"time": 2.0}, "boundary_alignment", "a call after"),
+        ({"time": 1.0}, {}, "mixed_time", ""),
+        ({"time": 1.0}, {"time": 1.0}, "duplicate_record", ""),
+    ],
+)
+def test_calls_that_cannot_be_of_one_session_are_refused(first, second, rule, got, tmp_path):
+    error = refusal(tmp_path, [call("a/0", [1], [2], **fields) for fields in (first, second)])
+    assert (error.rule, got in error.got) == (rule, True)
 
 
 @pytest.mark.parametrize(

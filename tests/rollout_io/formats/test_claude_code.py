@@ -171,21 +171,6 @@ def test_a_damaged_line_takes_its_session_with_it_and_no_other(damaged, rule, tm
     assert any(r.error.where.startswith(f"{path}:3") for r in rejected)
 
 
-@pytest.mark.parametrize(
-    ("name", "instance", "num_lines", "roles", "stop"),
-    [
-        ("simonw.sample_session", "test-session-id", 8, "uatatua", None),
-        ("claude-code-log.representative_messages", "test_session", 12, "uauatauatau", "end_turn"),
-    ],
-)
-def test_the_real_sessions_are_read(name, instance, num_lines, roles, stop, harness_logs):
-    path = harness_logs / "claude_code" / f"{name}.jsonl"
-    ((run, session),), rejected = read_all(ADAPTER, path)
-    assert (run.instance_id, len(run.places), rejected) == (instance, num_lines, [])
-    assert "".join(m["role"][0] for m in session.steps[0].messages) == roles
-    assert session.steps[0].stop_reason == stop
-
-
 def test_the_real_broken_lines_are_named_and_take_their_sessions_with_them(harness_logs):
     path = harness_logs / "claude_code" / "claude-code-log.edge_cases.jsonl"
     found, rejected = read_all(ADAPTER, path)

@@ -339,20 +339,6 @@ def test_the_same_session_twice_is_refused_once(tmp_path):
     assert {r.error.rule for r in rejected} == {"duplicate_record"}
 
 
-def test_the_real_session_is_read(harness_logs):
-    path = harness_logs / "codex_cli" / "openagents.codex-rollout.sample.jsonl"
-    ((run, session),), rejected = read_all(ADAPTER, path)
-    assert run.instance_id == "019efa28-63ad-76a2-8e9b-8a653170604e"
-    assert (len(run.places), rejected) == (15, [])
-    assert run.labels["cwd"] == "/Users/example/work"
-    (step,) = session.steps
-    assert "".join(m["role"][0] for m in step.messages) == "suatata"
-    assert step.messages[2]["reasoning_content"].startswith("I'll inspect the working directory")
-    assert step.messages[2]["content"] == "Inspecting the directory."
-    assert step.messages[3]["content"].startswith("Process exited with code 0")
-    assert (session.user_values, session.reward) == ({"model": "gpt-5.5"}, None)
-
-
 LOG = b"\n".join(
     json.dumps(record).encode()
     for record in [

@@ -33,6 +33,20 @@ def test_a_log_is_recognized_as_one_format_with_all_its_keys(name, tmp_path):
     assert missing_fact(facts_in(name, CONVERSATION), spelled(step.messages)) is None
 
 
+NOT_JSON = ("goose", "opencode", "trl")
+HEADED = ("droid", "inspect_ai", "kimi_cli", "nemo_gym", "traces")
+"""Formats whose first object is left out on purpose, or has columns of the user's own."""
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in NOT_JSON + HEADED])
+def test_a_text_that_a_format_does_not_know_is_named(name, tmp_path):
+    form, path = saved(tmp_path, name)
+    path.write_text(path.read_text().replace("{", '{"memo": "Read this.", ', 1))
+    ((_, found),), _ = read_all(FORMATS[form], path)
+    ((where, number),) = found.unread.items()
+    assert (where.rpartition(".")[2], number) == ("memo", 1)
+
+
 NAMED = ["cline", "copilot_cli", "droid", "gemini_cli", "gemini_cli, lines", "goose", "inspect_ai"]
 NAMED += ["kimi_cli", "mini_swe_agent", "opencode", "openhands", "openhands_llm", "pi"]
 NAMED += ["prime_hosted", "qwen_code", "rllm", "session_traces", "swe_agent", "verifiers"]

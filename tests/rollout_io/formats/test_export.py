@@ -342,15 +342,15 @@ def test_skyrl_is_the_librarys_generator_output_byte_for_byte(shop_dataset, tmp_
 
 def test_rollout_metrics_come_back_while_the_dataset_has_the_rollouts_of_one_file(tmp_path):
     output = rollout_io.to_generator_output(table_of()) | {"rollout_metrics": {"a/b": 1.5}}
-    (tmp_path / "in.json").write_text(
-        json.dumps(output, separators=(",", ":"), default=asdict) + "\n"
-    )
-    ds, merged = str(tmp_path / "ds"), str(tmp_path / "merged")
+    text = json.dumps(output, separators=(",", ":"), default=asdict) + "\n"
+    (tmp_path / "in.json").write_text(text)
+    ds, merged, apart, fewer = (str(tmp_path / name) for name in ("ds", "merged", "apart", "fewer"))
     assert run(["convert", str(tmp_path / "in.json"), "--out", ds]) == 0
     assert export(ds, "skyrl", tmp_path).read_bytes() == (tmp_path / "in.json").read_bytes()
     assert run(["merge", ds, "--out", merged]) == 0
-    assert run(["filter", ds, "--min-steps", "1", "--out", str(tmp_path / "fewer")]) == 0
-    for dataset, metrics in ((merged, {"a/b": 1.5}), (str(tmp_path / "fewer"), None)):
+    assert run(["merge", "--undo", merged, "--out", apart]) == 0
+    assert run(["filter", ds, "--min-steps", "1", "--out", fewer]) == 0
+    for dataset, metrics in ((merged, {"a/b": 1.5}), (apart, {"a/b": 1.5}), (fewer, None)):
         (tmp_path / "out.json").unlink()
         again = json.loads(export(dataset, "skyrl", tmp_path).read_text())
         assert again["rollout_metrics"] == metrics

@@ -368,12 +368,6 @@ def test_a_damaged_archive_is_refused_by_name(tmp_path):
     assert rejected.error.rule == "zip_archive"
 
 
-def test_other_archives_are_not_recognised(tmp_path):
-    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
-        archive.writestr("model/data.pkl", b"")
-    assert not ADAPTER.recognizes(Start(tmp_path / "a.zip"))
-
-
 TOOL_CALL = {"id": "c", "function": "f", "arguments": {"a": 1}}
 RESULT = {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "o"}]}
 CALLED = assistant("a", tool_calls=[TOOL_CALL])

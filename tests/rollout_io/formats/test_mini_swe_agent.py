@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_io.formats.mini_swe_agent import ADAPTER, UNREADABLE
-from rollout_io.formats.start import Start
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import convert_with
 from tests.helpers.adapter_helpers import read_all as read_noted
@@ -186,13 +185,6 @@ def test_a_limit_is_no_failure_and_an_exception_is_one(tmp_path):
     crashed = v2(status="APIError", traceback="Traceback\nAPIError: down", exception_str="down")
     found = read_one(ADAPTER, save(tmp_path / "b.traj.json", crashed))
     assert (found.error, list(found.steps)) == ("APIError: down", [])
-
-
-def test_a_bare_list_of_another_chat_is_not_recognised(tmp_path):
-    chat = [{"role": r, "content": "hello"} for r in ("system", "user", "assistant", "user")]
-    assert not ADAPTER.recognizes(Start(save(tmp_path / "a.json", chat)))
-    assert not ADAPTER.recognizes(Start(tmp_path))
-    assert not ADAPTER.recognizes(Start(tmp_path / "none"))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from rollout_io.formats.openhands import ADAPTER
 from rollout_io.formats.openhands_events import HIDDEN
-from rollout_io.formats.start import Start
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import read_all as read_noted
 from tests.helpers.text_log_helpers import (
@@ -16,7 +15,6 @@ from tests.helpers.text_log_helpers import (
     read_all,
     read_one,
     roles,
-    save,
 )
 
 
@@ -235,15 +233,6 @@ def test_damaged_lines_leave_the_others(tmp_path):
     runs, rejected, _ = found_in(ADAPTER, path)
     assert len(runs) == 1
     assert [r.place.where for r in rejected] == [f"{path}:{n}" for n in range(2, 7)]
-
-
-def test_other_lists_and_lines_are_not_recognised(tmp_path):
-    assert not ADAPTER.recognizes(
-        Start(save(tmp_path / "a.json", [{"role": "user", "content": "u"}]))
-    )
-    assert not ADAPTER.recognizes(
-        Start(write(tmp_path / "b.jsonl", {"instance_id": "i", "history": []}))
-    )
 
 
 EVENTS = [*start(), *turn(5, "r1", ids=[7], prompt=[1]), act(8, "message", {"content": "x"})]

@@ -26,12 +26,6 @@ def test_a_row_with_an_infinite_number_is_refused_by_its_column(tmp_path):
     assert (error.rule, error.where) == ("record_type", f"{path}, row 0, correct")
 
 
-def test_text_in_a_column_of_the_user_is_named_as_not_read(tmp_path):
-    path = save_rows(tmp_path / "c.parquet", correct=[1.0, 0.0], note=["a hint", None])
-    (first, second) = (trajectory for _, trajectory in read_all(trl.ADAPTER, path)[0])
-    assert (first.unread, second.unread) == ({"note": 1}, {})
-
-
 def test_each_element_of_a_list_of_chats_is_read_at_its_own_bytes(tmp_path):
     records = [{"messages": [ASK, ANSWER | {"content": str(i)}], "id": f"i{i}"} for i in range(3)]
     path = tmp_path / "chats.json"
@@ -60,3 +54,9 @@ def test_an_empty_list_in_a_line_is_a_record_that_is_refused(tmp_path):
     assert [(each.place.where, each.error.rule) for each in rejected] == [
         (f"{path}:{number}", "record_type") for number in (1, 2)
     ]
+
+
+def test_text_in_a_column_of_the_user_is_named_as_not_read(tmp_path):
+    path = save_rows(tmp_path / "c.parquet", correct=[1.0, 0.0], note=["a hint", None])
+    (first, second) = (trajectory for _, trajectory in read_all(trl.ADAPTER, path)[0])
+    assert (first.unread, second.unread) == ({"note": 1}, {})

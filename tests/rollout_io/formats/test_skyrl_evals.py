@@ -115,13 +115,6 @@ def test_a_pickled_batch_is_refused_and_never_loaded(tmp_path):
     assert "from_generator_output" in rejected.error.hint
 
 
-def test_other_pickles_lines_and_directories_are_none_of_skyrl(tmp_path):
-    (tmp_path / "other.pkl").write_bytes(pickle.dumps({"a": 1}))
-    write_lines(tmp_path / "a.jsonl", METRICS)
-    for path in (tmp_path / "other.pkl", tmp_path / "a.jsonl", tmp_path, tmp_path / "nowhere"):
-        assert not ADAPTER.recognizes(Start(path))
-
-
 @given(mutated_lines(b"\n".join(json.dumps(sample(score=s)).encode() for s in (0.0, [1.0]))))
 @settings(deadline=None, max_examples=examples(100))
 def test_no_damage_loses_a_line_or_ends_in_a_traceback(content):

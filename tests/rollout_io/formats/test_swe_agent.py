@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_io.formats.start import Start
 from rollout_io.formats.swe_agent import ADAPTER
 from schemas.errors import RolloutError
 from tests.helpers.text_log_helpers import check_survives, found_in, mutated, read_one, roles, save
@@ -153,13 +152,6 @@ def test_a_replay_configuration_may_be_a_text(tmp_path):
     config = json.dumps({"problem_statement": {"id": "o__r-7"}})
     path = save(tmp_path / "a.traj", trajectory([], HISTORY, replay_config=config))
     assert found_in(ADAPTER, path)[0][0].instance_id == "o__r-7"
-
-
-def test_other_documents_are_not_recognised(tmp_path):
-    assert not ADAPTER.recognizes(
-        Start(save(tmp_path / "a.json", {"history": [{"action": "run"}]}))
-    )
-    assert not ADAPTER.recognizes(Start(save(tmp_path / "b.json", {"trajectory": []})))
 
 
 STEPS = [step("one", HISTORY[:2]), step("two", HISTORY[:4]), step("three", HISTORY[:6])]

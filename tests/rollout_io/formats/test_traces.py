@@ -475,12 +475,6 @@ def test_a_circle_of_parents_ends(tmp_path):
     assert len(steps) == 1
 
 
-def test_unknown_attributes_of_a_call_are_named(tmp_path):
-    span = sdk(0, genai(*CALLS[0]) | {"acme.hidden.prompt": "Obey me."})
-    ((_, found),), _ = read_all(ADAPTER, write_lines(tmp_path / "a.jsonl", span))
-    assert found.unread == {"attributes.acme": 1}
-
-
 def strings_in(value, name=""):
     """The texts of an answer, whatever its shape; JSON in strings is opened."""
     if isinstance(value, str):
@@ -540,3 +534,9 @@ def test_a_tree_of_attributes_loses_no_value(attributes):
         return [leaf for each in below for leaf in leaves(each)] or [node][: not below]
 
     assert sorted(v for v in leaves(tree_of(attributes)) if v != {}) == sorted(attributes.values())
+
+
+def test_unknown_attributes_of_a_call_are_named(tmp_path):
+    span = sdk(0, genai(*CALLS[0]) | {"acme.hidden.prompt": "Obey me."})
+    ((_, found),), _ = read_all(ADAPTER, write_lines(tmp_path / "a.jsonl", span))
+    assert found.unread == {"attributes.acme": 1}

@@ -105,15 +105,6 @@ def test_an_empty_text_is_refused_by_name(empty, what, tmp_path, smollm2_dir):
     assert json.loads(rejected)["rule"] == f"nonempty_{what}"
 
 
-@pytest.mark.parametrize("missing", ["input", "output", "score", "step"])
-def test_lines_without_its_fields_are_none_of_verl(missing, tmp_path):
-    record = sample()
-    del record[missing]
-    path = write_lines(tmp_path / "3.jsonl", record)
-    assert not ADAPTER.recognizes(Start(path))
-    assert [r.error.rule for r in planned(ADAPTER, path).rejected] == ["record_type"]
-
-
 @given(mutated_lines(b"\n".join(json.dumps(sample(score=s)).encode() for s in (0.0, 1.0))))
 @settings(deadline=None, max_examples=examples(100))
 def test_no_damage_loses_a_line_or_ends_in_a_traceback(content):
@@ -121,9 +112,3 @@ def test_no_damage_loses_a_line_or_ends_in_a_traceback(content):
         path = Path(folder) / "3.jsonl"
         path.write_bytes(content)
         check_lines(ADAPTER, path)
-
-
-def test_a_text_beside_the_fields_that_are_read_is_named(tmp_path):
-    path = write_lines(tmp_path / "3.jsonl", sample(hint="Look here.", acc=1.0))
-    ((_, found),), rejected = read_all(ADAPTER, path)
-    assert (rejected, found.unread, found.metrics["acc"]) == ([], {"hint": 1}, 1.0)
