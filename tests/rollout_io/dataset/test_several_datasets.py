@@ -37,7 +37,7 @@ def write(path, name, metadata=None):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def written(tmp_path_factory):
     """Two datasets, with what other verbs write beside them, both as one dataset, and a model."""
     folder = tmp_path_factory.mktemp("made")
     for name in "ab":
@@ -54,9 +54,9 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def runs(made, tmp_path, monkeypatch):
+def runs(written, tmp_path, monkeypatch):
     """A copy of them as the working directory, and the rows of both datasets."""
-    monkeypatch.chdir(shutil.copytree(made, tmp_path / "made"))
+    monkeypatch.chdir(shutil.copytree(written, tmp_path / "made"))
     return rollout_io.read("both").replace_schema_metadata(None)
 
 

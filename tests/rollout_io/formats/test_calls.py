@@ -314,7 +314,7 @@ def test_a_line_that_is_not_json_is_named(content, got, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "rule", "got"),
+    ("first", "second", "rule", "finding"),
     [
         ({"time": 1.0, "final": True}, {"time": 2.0, "final": True}, "boundary_alignment", ":2"),
         ({"time": 1.0, "final": True}, {"time": 2.0}, "boundary_alignment", "a call after"),
@@ -322,9 +322,9 @@ def test_a_line_that_is_not_json_is_named(content, got, tmp_path):
         ({"time": 1.0}, {"time": 1.0}, "duplicate_record", ""),
     ],
 )
-def test_calls_that_cannot_be_of_one_session_are_refused(first, second, rule, got, tmp_path):
+def test_calls_that_cannot_be_of_one_session_are_refused(first, second, rule, finding, tmp_path):
     error = refusal(tmp_path, [call("a/0", [1], [2], **fields) for fields in (first, second)])
-    assert (error.rule, got in error.got) == (rule, True)
+    assert (error.rule, finding in error.got) == (rule, True)
 
 
 @pytest.mark.parametrize(

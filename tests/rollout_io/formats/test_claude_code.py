@@ -74,7 +74,7 @@ def test_pieces_of_one_reply_are_one_message_whose_parallel_calls_and_thoughts_a
 
 @pytest.mark.parametrize("parent", [None, "2"])
 def test_sub_agents_are_conversations_of_their_own_before_the_end_of_the_main_one(parent, contexts):
-    found = contexts(
+    results = contexts(
         user("1", "Ask two."),
         reply("2", call("t"), "1"),
         user("x", "First.", parent, **SIDE),
@@ -84,7 +84,7 @@ def test_sub_agents_are_conversations_of_their_own_before_the_end_of_the_main_on
         user("3", [result("t", "one, two")], "2"),
         reply("4", "Both.", "3"),
     )
-    assert [(agent, [m["content"] for m in messages]) for agent, messages in found] == [
+    assert [(agent, [m["content"] for m in messages]) for agent, messages in results] == [
         ("sidechain", ["First.", "one"]),
         ("sidechain", ["Second.", "two"]),
         ("main", ["Ask two.", "", "one, two", "Both."]),
@@ -140,12 +140,12 @@ def test_sessions_of_one_file_are_runs_and_titles_belong_to_the_first(tmp_path):
         reply("a5", "Ya.", stop="end_turn", sessionId="t"),
         {"type": "file-history-snapshot", "messageId": "1", "snapshot": {}},
     )
-    found, rejected = read_all(ADAPTER, path)
+    results, rejected = read_all(ADAPTER, path)
     assert rejected == []
-    assert [(run.instance_id, len(run.places)) for run, _ in found] == [("s", 4), ("t", 2)]
+    assert [(run.instance_id, len(run.places)) for run, _ in results] == [("s", 4), ("t", 2)]
     labels = {"session": "s", "cwd": "/a", "git_branch": "main", "version": "2.0"}
-    assert found[0][0].labels == labels
-    other = found[1][1]
+    assert results[0][0].labels == labels
+    other = results[1][1]
     assert (other.steps[0].stop_reason, other.reward) == ("end_turn", None)
     assert other.user_values == {"model": "m", "prompts": "messages"}
     assert planned(ADAPTER, path).about["groups"].startswith("inferred: each session")

@@ -43,7 +43,7 @@ def rows(trajectory):
     """(prompt, rest) of each conversation, as strings."""
     texts = [[shown(message) for message in step.messages] for step in trajectory.steps]
     places = (step.num_given for step in trajectory.steps)
-    return [(each[:at], each[at:]) for each, at in zip(texts, places, strict=True)]
+    return [(item[:at], item[at:]) for item, at in zip(texts, places, strict=True)]
 
 
 def answers_of(*trajectories):
@@ -75,15 +75,15 @@ AFTER = thread("s1", u3="Which?", a3="Zebra.")
 ANSWERED = (["Summary.", "Remember zebra.", "Noted."], ["Which?", "Zebra."])
 
 
-@pytest.mark.parametrize("kept", [KEPT, SEGMENT, KEPT | SEGMENT])
+@pytest.mark.parametrize("staying", [KEPT, SEGMENT, KEPT | SEGMENT])
 @pytest.mark.parametrize("parent", ["s1", "a2"])
 @pytest.mark.parametrize("copies", [[], BEFORE[2:]])
 def test_the_messages_that_a_compaction_keeps_follow_the_summary_as_context(
-    kept, parent, copies, session
+    staying, parent, copies, session
 ):
     after = thread(parent, u3="Which?", a3="Zebra.")
-    made = session(*BEFORE, boundary("b1", **kept), SUMMARY, *copies, *after)
-    assert rows(made) == [([], TEXTS_BEFORE), ANSWERED]
+    trajectory = session(*BEFORE, boundary("b1", **staying), SUMMARY, *copies, *after)
+    assert rows(trajectory) == [([], TEXTS_BEFORE), ANSWERED]
 
 
 @pytest.mark.parametrize("logical", [None, "a2", "lost"])
@@ -95,15 +95,15 @@ def test_a_compaction_begins_a_context_whatever_its_parents(
     edge = boundary("b1") | {"parentUuid": of_boundary, "logicalParentUuid": logical}
     summary = SUMMARY | {"parentUuid": of_summary}
     for marks in ([edge, summary], [summary]):
-        made = session(*BEFORE, *marks, *AFTER)
-        assert rows(made) == [([], TEXTS_BEFORE), ([], ["Summary.", "Which?", "Zebra."])]
+        trajectory = session(*BEFORE, *marks, *AFTER)
+        assert rows(trajectory) == [([], TEXTS_BEFORE), ([], ["Summary.", "Which?", "Zebra."])]
 
 
-@pytest.mark.parametrize("kept", [KEPT, SEGMENT])
-def test_messages_that_a_compaction_keeps_may_be_logged_after_its_summary_alone(kept, session):
+@pytest.mark.parametrize("staying", [KEPT, SEGMENT])
+def test_messages_that_a_compaction_keeps_may_be_logged_after_its_summary_alone(staying, session):
     logged = [BEFORE[2] | {"parentUuid": "s1"}, BEFORE[3]]
     after = thread("a2", u3="Which?", a3="Zebra.")
-    assert rows(session(boundary("b1", **kept), SUMMARY, *logged, *after)) == [ANSWERED]
+    assert rows(session(boundary("b1", **staying), SUMMARY, *logged, *after)) == [ANSWERED]
 
 
 def test_messages_kept_before_a_summary_precede_it(session):
@@ -113,11 +113,11 @@ def test_messages_kept_before_a_summary_precede_it(session):
 
 
 def test_answers_after_a_compaction_whose_kept_messages_are_missing_are_counted(session):
-    kept = {"preservedMessages": {"anchorUuid": "s1", "uuids": ["u2", "lost"]}}
-    made = session(*BEFORE, boundary("b1", **kept), SUMMARY, *AFTER)
-    assert rows(made) == [([], TEXTS_BEFORE)]
+    staying = {"preservedMessages": {"anchorUuid": "s1", "uuids": ["u2", "lost"]}}
+    trajectory = session(*BEFORE, boundary("b1", **staying), SUMMARY, *AFTER)
+    assert rows(trajectory) == [([], TEXTS_BEFORE)]
     reason = "answers after a compaction that keeps messages which are not in the log"
-    assert made.notes == {reason: 1, SUMMARIES: 1}
+    assert trajectory.notes == {reason: 1, SUMMARIES: 1}
 
 
 QUEUED = {"type": "queued_command", "prompt": "Also rename it.", "commandMode": "prompt"}
@@ -138,9 +138,9 @@ RENDERED = attached("q", "u2", QUEUED, rendered=[{"content": SENT}], renderedRol
 def test_a_queued_message_is_context_where_it_was_sent(records, seen, session):
     first, second, third = thread(u1="Fix.", a1=call("t1"), u2=[result("t1", "failed")])
     waits = queued("enqueue", "Also rename it.")
-    made = session(first, second, waits, third, *records, reply("a2", "Renamed.", "q"))
-    assert rows(made) == [([], ["Fix.", "{}", "failed", seen, "Renamed."])]
-    assert made.notes == {}
+    trajectory = session(first, second, waits, third, *records, reply("a2", "Renamed.", "q"))
+    assert rows(trajectory) == [([], ["Fix.", "{}", "failed", seen, "Renamed."])]
+    assert trajectory.notes == {}
 
 
 def test_what_may_have_been_sent_is_counted(session):
@@ -163,7 +163,7 @@ def test_texts_that_the_harness_sends_are_context(session):
     shape = {"system": [text("Be brief.")], "tools": [{"name": "Bash", "input_schema": {"a": 1}}]}
     replaced = {"toolUseId": "t1", "replacement": "short"}
     command = "<command-name>/cost</command-name>"
-    made = session(
+    trajectory = session(
         user("u1", "Hi."),
         attached("x", "u1", {"type": "date"}, rendered=[{"content": "It is May."}]),
         attached("y", "x", {"type": "session_context"}),
@@ -176,24 +176,24 @@ def test_texts_that_the_harness_sends_are_context(session):
         *thread("u3", a3="On."),
     )
     texts = ["Be brief.", "Hi.", "It is May.", "{}", "short", command, "Ho."]
-    assert rows(made) == [([], [*texts, "A hook says:\nKeep going.", "On."])]
-    (step,) = made.steps
+    assert rows(trajectory) == [([], [*texts, "A hook says:\nKeep going.", "On."])]
+    (step,) = trajectory.steps
     assert step.messages[0]["role"] == "system"
     function = {"name": "Bash", "parameters": {"a": 1}}
     assert step.tools == [{"type": "function", "function": function}]
-    assert (made.notes, made.unread) == ({}, {})
+    assert (trajectory.notes, trajectory.unread) == ({}, {})
 
 
 def test_a_message_that_the_harness_wrote_for_the_model_is_context_alone(session):
-    made = session(
+    trajectory = session(
         *thread(u1="Hi.", a1="Ho."),
         user("u2", "Continue.", "a1", isMeta=True),
         reply("a2", "No response requested.", "u2", model="<synthetic>"),
         *thread("a2", u3="And?", a3="Yes."),
         reply("a4", "Failed", "a3", model="<synthetic>", isApiErrorMessage=True),
     )
-    given = ["Hi.", "Ho.", "Continue.", "No response requested."]
-    assert rows(made) == [([], ["Hi.", "Ho.", "Continue."]), (given, ["And?", "Yes."])]
+    inputs = ["Hi.", "Ho.", "Continue.", "No response requested."]
+    assert rows(trajectory) == [([], ["Hi.", "Ho.", "Continue."]), (inputs, ["And?", "Yes."])]
 
 
 @pytest.mark.parametrize(
@@ -242,8 +242,8 @@ def test_an_exchange_that_is_logged_twice_is_trained_on_once(session):
         )
     ]
     first = ["Capital?", "Peru.Lima."]
-    made = session(*pieces, *thread("b1x", u2="Population?", a2="Ten million."))
-    assert rows(made) == [([], first), (first, ["Population?", "Ten million."])]
+    trajectory = session(*pieces, *thread("b1x", u2="Population?", a2="Ten million."))
+    assert rows(trajectory) == [([], first), (first, ["Population?", "Ten million."])]
 
 
 RETRACTED = {"retractedMessageUuids": ["a0", "b0"]}
@@ -261,7 +261,7 @@ LONG = "0123abcd-0000-4000-8000-00000000000"
     ],
 )
 def test_a_retracted_answer_neither_trains_nor_is_context(partial, marks, fields, session):
-    made = session(
+    trajectory = session(
         user("u1", "Do X."),
         reply(partial, "Partial", "u1", id="m0"),
         *([reply("b0", call("t0"), "a0", id="m0")] if partial == "a0" else []),
@@ -269,32 +269,32 @@ def test_a_retracted_answer_neither_trains_nor_is_context(partial, marks, fields
         reply("a1", "Here.", "u1", **fields),
         *thread("a1", u2="More.", a2="There."),
     )
-    assert rows(made) == [([], ["Do X.", "Here.", "More.", "There."])]
+    assert rows(trajectory) == [([], ["Do X.", "Here.", "More.", "There."])]
 
 
 def test_a_second_answer_to_a_message_does_not_follow_the_first(session):
-    made = session(*thread(u1="Do X.", a1="One."), reply("a2", "Two.", "u1"))
-    assert rows(made) == [([], ["Do X.", "One."]), ([], ["Do X.", "Two."])]
+    trajectory = session(*thread(u1="Do X.", a1="One."), reply("a2", "Two.", "u1"))
+    assert rows(trajectory) == [([], ["Do X.", "One."]), ([], ["Do X.", "Two."])]
 
 
 @pytest.mark.parametrize("content", ["image", "a_new_type"])
 def test_content_that_is_not_text_costs_the_answers_after_it_alone(content, session):
     side = {"isSidechain": True, "agentId": "x"}
-    made = session(
+    trajectory = session(
         *BEFORE,
         *thread("a2", u3=[{"type": content, "source": {}}, text("See?")], a3="Yes."),
         *thread(None, side, u8="Look.", a8="Seen."),
         *thread("a1", u4="Other?", a4="Other."),
     )
-    assert [rest[-1] for _, rest in rows(made)] == ["Noted.", "Seen.", "Other."]
-    assert made.notes == {f"answers after content of type '{content}'": 1}
+    assert [rest[-1] for _, rest in rows(trajectory)] == ["Noted.", "Seen.", "Other."]
+    assert trajectory.notes == {f"answers after content of type '{content}'": 1}
 
 
 def test_an_answer_with_an_unknown_block_costs_itself_and_what_follows(session):
     unknown = {"type": "server_tool_use", "id": "x"}
-    made = session(*BEFORE, *thread("a2", u3="Search.", a3=unknown, u4="So?", a4="So."))
-    assert [rest[-1] for _, rest in rows(made)] == ["Search."]
-    assert made.notes == {"answers after content of type 'server_tool_use'": 2}
+    trajectory = session(*BEFORE, *thread("a2", u3="Search.", a3=unknown, u4="So?", a4="So."))
+    assert [rest[-1] for _, rest in rows(trajectory)] == ["Search."]
+    assert trajectory.notes == {"answers after content of type 'server_tool_use'": 2}
 
 
 def test_a_session_that_begins_with_an_image_is_refused_by_the_name_of_the_part(tmp_path):
@@ -388,10 +388,10 @@ OF_A2 = {"preservedSegment": {"anchorUuid": "s1", "headUuid": "a2", "tailUuid": 
 def test_a_fork_whose_context_is_not_known_is_left_out_and_counted(main, last, notes, tmp_path):
     side = [REF | {"parentLastUuid": last}, *TASK]
     paths = [write_lines(tmp_path / "s.jsonl", *main), fork_file(tmp_path, *side)]
-    ((_, made),), rejected = read_all(ADAPTER, *paths)
+    ((_, trajectory),), rejected = read_all(ADAPTER, *paths)
     assert rejected == []
-    assert [step.agent for step in made.steps] == ["main"]
-    assert made.notes == notes
+    assert [step.agent for step in trajectory.steps] == ["main"]
+    assert trajectory.notes == notes
 
 
 TRIP = thread(u1="Plan.", a1="North.", u2="Then?", a2="West.")
@@ -399,20 +399,20 @@ FOOD = thread("a1", u9="Food?", a9="Rice.")
 
 
 def in_session(name, records, *, renamed=False):
-    made = [record | {"sessionId": name} for record in records]
-    for record in made if renamed else ():
+    trajectory = [record | {"sessionId": name} for record in records]
+    for record in trajectory if renamed else ():
         origin = {"sessionId": "a", "messageUuid": record["uuid"]}
         for key in ("uuid", "parentUuid"):
             record[key] = record[key] and f"{name}-{record[key]}"
         record["forkedFrom"] = origin
-    return made
+    return trajectory
 
 
 def read_sessions(tmp_path, **sessions):
     """The trajectories of sessions, one a file in this order, and what was rejected."""
     paths = [write_lines(tmp_path / name, *lines) for name, lines in sessions.items()]
     runs, rejected = read_all(ADAPTER, *paths)
-    return {run.instance_id: made for run, made in runs}, rejected
+    return {run.instance_id: trajectory for run, trajectory in runs}, rejected
 
 
 @pytest.mark.parametrize("renamed", [False, True])
@@ -421,21 +421,21 @@ def read_sessions(tmp_path, **sessions):
 def test_a_sample_that_two_sessions_have_is_trained_on_once(renamed, num_copied, first, tmp_path):
     files = {"origin": in_session("a", TRIP)}
     files["fork"] = in_session("b", [*TRIP[:num_copied], *FOOD], renamed=renamed)
-    made, rejected = read_sessions(tmp_path, **{first: files.pop(first)}, **files)
+    trajectory, rejected = read_sessions(tmp_path, **{first: files.pop(first)}, **files)
     assert rejected == []
-    assert answers_of(*made.values()) == ["North.", "Rice.", "West."]
-    assert sum(sum(each.notes.values()) for each in made.values()) == num_copied // 2
+    assert answers_of(*trajectory.values()) == ["North.", "Rice.", "West."]
+    assert sum(sum(item.notes.values()) for item in trajectory.values()) == num_copied // 2
 
 
 def test_sessions_that_only_use_the_same_uuids_are_not_copies(tmp_path):
     other = [user("u1", "Plan."), reply("a1", "South.", "u1", id="m7")]
-    made, _ = read_sessions(tmp_path, a=in_session("a", TRIP), b=in_session("b", other))
-    assert all(trajectory.notes == {} for trajectory in made.values())
+    trajectories, _ = read_sessions(tmp_path, a=in_session("a", TRIP), b=in_session("b", other))
+    assert all(trajectory.notes == {} for trajectory in trajectories.values())
 
 
 def test_a_session_without_an_answer_of_its_own_is_rejected_as_a_copy(tmp_path):
-    made, rejected = read_sessions(tmp_path, a=in_session("a", TRIP), b=in_session("b", TRIP))
-    assert list(made) == ["a"]
+    trajectory, rejected = read_sessions(tmp_path, a=in_session("a", TRIP), b=in_session("b", TRIP))
+    assert list(trajectory) == ["a"]
     assert {r.error.rule for r in rejected} == {"duplicate_record"}
 
 
@@ -443,10 +443,10 @@ def test_an_answer_that_a_fork_keeps_from_before_a_compaction_is_its_origins(tmp
     log = [*BEFORE, *thread("a2", u3="More?", a3="No.")]
     fork = [boundary("b1", **KEPT), SUMMARY, BEFORE[2] | {"parentUuid": "s1"}, BEFORE[3]]
     fork += thread("a2", u4="Which?", a4="Zebra.")
-    made, rejected = read_sessions(tmp_path, a=in_session("a", fork), b=in_session("b", log))
+    trajectory, rejected = read_sessions(tmp_path, a=in_session("a", fork), b=in_session("b", log))
     assert rejected == []
-    assert rows(made["a"]) == [ANSWERED]
-    assert rows(made["b"]) == [([], [*TEXTS_BEFORE, "More?", "No."])]
+    assert rows(trajectory["a"]) == [ANSWERED]
+    assert rows(trajectory["b"]) == [([], [*TEXTS_BEFORE, "More?", "No."])]
 
 
 class Timed(list):
@@ -598,18 +598,18 @@ def test_every_text_that_the_model_saw_is_before_its_answer_in_order_once(script
 def test_the_picture_of_a_file_is_sent_and_other_attachments_are_counted_by_kind(session):
     file = {"base64": "iVBORw0KGgo=", "type": "image/png"}
     data = {"type": "file", "filename": "/w/a.png", "content": {"type": "image", "file": file}}
-    made = session(
+    trajectory = session(
         user("u1", "Look at @a.png"),
         attached("x", "u1", {"type": "date"}, rendered=[{"content": "It is May."}]),
         attached("y", "x", data),
         attached("z", "y", {"type": "todo_reminder", "content": []}),
         *thread("z", a1="A dot."),
     )
-    lead, picture = made.steps[0].messages[2]["content"]
+    lead, picture = trajectory.steps[0].messages[2]["content"]
     assert '{"file_path":"/w/a.png"}' in lead["text"]
     source = {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}
     assert picture["source"] == source
-    assert made.notes == {"attachments without the text that was sent (todo_reminder)": 1}
+    assert trajectory.notes == {"attachments without the text that was sent (todo_reminder)": 1}
 
 
 def test_a_mark_of_a_message_that_is_not_known_is_reported_and_facts_about_calls_are_not(session):
@@ -621,9 +621,9 @@ def test_a_mark_of_a_message_that_is_not_known_is_reported_and_facts_about_calls
     assert made.unread == {"user.isHidden": 1}
 
 
-@pytest.mark.parametrize("kept", [KEPT, SEGMENT])
-def test_what_cannot_be_read_is_not_read_again_where_a_compaction_keeps_it(kept, session):
+@pytest.mark.parametrize("staying", [KEPT, SEGMENT])
+def test_what_cannot_be_read_is_not_read_again_where_a_compaction_keeps_it(staying, session):
     unread = user("u2", [{"type": "a_new_type"}], "a1")
-    made = session(*BEFORE[:2], unread, BEFORE[3], boundary("b1", **kept), SUMMARY, *AFTER)
-    assert rows(made) == [([], ["Count.", "Three."])]
-    assert made.notes == {UNKNOWN: 2, SUMMARIES: 1}
+    trajectory = session(*BEFORE[:2], unread, BEFORE[3], boundary("b1", **staying), SUMMARY, *AFTER)
+    assert rows(trajectory) == [([], ["Count.", "Three."])]
+    assert trajectory.notes == {UNKNOWN: 2, SUMMARIES: 1}

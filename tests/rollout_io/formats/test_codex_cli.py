@@ -65,8 +65,8 @@ def back(num_turns=1):
     return line("event_msg", type="thread_rolled_back", num_turns=num_turns)
 
 
-def compacted(summary, *kept, **fields):
-    history = [record["payload"] for record in kept] or None
+def compacted(summary, *staying, **fields):
+    history = [record["payload"] for record in staying] or None
     return line("compacted", message=summary, replacement_history=history, **fields)
 
 
@@ -78,9 +78,9 @@ def read(tmp_path):
     """Messages of each conversation of a session, and the notes about it."""
 
     def read(*records):
-        ((_, found),), rejected = read_all(ADAPTER, write_lines(tmp_path / "s", *records))
+        ((_, result),), rejected = read_all(ADAPTER, write_lines(tmp_path / "s", *records))
         assert rejected == []
-        return [step.messages for step in found.steps], found.notes
+        return [step.messages for step in result.steps], result.notes
 
     return read
 
@@ -90,24 +90,24 @@ def texts(read):
     """The texts of each conversation of a session, and the notes about it."""
 
     def texts(*records):
-        found, notes = read(*records)
-        return [[m["content"] for m in messages] for messages in found], notes
+        result, notes = read(*records)
+        return [[m["content"] for m in messages] for messages in result], notes
 
     return texts
 
 
 def read_files(tmp_path, **files):
     """The trajectories of files, in this order, by the session's name."""
-    found, rejected = read_all(ADAPTER, *(write_lines(tmp_path / n, *f) for n, f in files.items()))
+    result, rejected = read_all(ADAPTER, *(write_lines(tmp_path / n, *f) for n, f in files.items()))
     assert rejected == []
-    return {run.instance_id: made for run, made in found}
+    return {run.instance_id: trajectory for run, trajectory in result}
 
 
-def trained_in(found):
+def trained_in(result):
     return [
         message["content"]
-        for made in found.values()
-        for step in made.steps
+        for trajectory in result.values()
+        for step in trajectory.steps
         for message in step.messages[step.num_given :]
         if message["role"] == "assistant"
     ]
@@ -150,8 +150,8 @@ def test_reasoning_is_its_text_where_the_model_shows_it_not_the_summary(read):
     shown = thought("short")
     shown["payload"]["content"] = [{"type": "reasoning_text", "text": "long"}]
     question, reply = chat("Hi.", "Ho.")
-    (((_, found),), _) = read(question, shown, reply)
-    assert found["reasoning_content"] == "long"
+    (((_, result),), _) = read(question, shown, reply)
+    assert result["reasoning_content"] == "long"
 
 
 def test_instructions_stand_first_and_a_developer_later_speaks_as_a_user(read):
@@ -167,7 +167,7 @@ def test_instructions_stand_first_and_a_developer_later_speaks_as_a_user(read):
 
 
 def test_a_compaction_begins_a_new_context_with_what_it_keeps_or_its_summary(texts):
-    found, _ = texts(
+    result, _ = texts(
         meta(base_instructions={"text": "You are Codex."}),
         *chat("Hi.", "Ho."),
         compacted("", message("user", "Hello.")),
@@ -177,7 +177,7 @@ def test_a_compaction_begins_a_new_context_with_what_it_keeps_or_its_summary(tex
         compacted("We parted."),
         answer("Alone."),
     )
-    assert found == [
+    assert result == [
         ["You are Codex.", "Hi.", "Ho."],
         ["You are Codex.", "Hello.", "On."],
         ["You are Codex.", "Hello.", "We greeted.", "Bye.", "Bye."],
@@ -188,7 +188,7 @@ def test_a_compaction_begins_a_new_context_with_what_it_keeps_or_its_summary(tex
 @pytest.mark.parametrize("kind", ["compaction", "context_compaction", "compaction_summary"])
 def test_answers_without_their_summary_are_left_out_and_counted(texts, kind):
     encrypted = item(kind, encrypted_content="x")
-    found, notes = texts(
+    result, notes = texts(
         *chat("Hi.", "Ho."),
         compacted("", message("user", "Hi."), encrypted),
         *chat("On.", "On it."),
@@ -198,7 +198,7 @@ def test_answers_without_their_summary_are_left_out_and_counted(texts, kind):
         compacted("All of it.", message("user", "Go.")),
         answer("Gone."),
     )
-    assert (found, notes) == ([["Hi.", "Ho."], ["Go.", "Gone."]], {LOST: 2})
+    assert (result, notes) == ([["Hi.", "Ho."], ["Go.", "Gone."]], {LOST: 2})
 
 
 @pytest.mark.parametrize(
@@ -215,8 +215,8 @@ def test_answers_without_their_summary_are_left_out_and_counted(texts, kind):
 def test_an_item_of_an_unknown_type_costs_the_answers_that_depend_on_it(
     unknown, after, expected, texts
 ):
-    found, notes = texts(*chat("Hi.", "Ho."), *unknown, answer("Drawn."), *after)
-    assert (found, notes) == ([expected], {LOST: 1})
+    result, notes = texts(*chat("Hi.", "Ho."), *unknown, answer("Drawn."), *after)
+    assert (result, notes) == ([expected], {LOST: 1})
 
 
 def test_items_of_new_codex_versions_are_read(read):
@@ -254,15 +254,15 @@ def test_a_picture_in_a_message_of_another_agent_is_kept(is_first, read):
     picture = {"type": "input_image", "image_url": f"data:image/png;base64,{DOT}"}
     parts = [{"type": "input_text", "text": "Look."}, picture][:: -1 if is_first else 1]
     seen = item("agent_message", author="a", recipient="b", content=parts)
-    ((*_, asked, reply),), notes = read(META, message("user", "Go."), seen, answer("I do."))
+    ((*_, prompt_record, reply),), notes = read(META, message("user", "Go."), seen, answer("I do."))
     source = {"type": "base64", "media_type": "image/png", "data": DOT}
     expected = [{"type": "text", "text": "Look."}, {"type": "image", "source": source}]
-    assert asked == {"role": "user", "content": expected[:: -1 if is_first else 1]}
+    assert prompt_record == {"role": "user", "content": expected[:: -1 if is_first else 1]}
     assert (reply["content"], notes.get(LOST)) == ("I do.", None)
 
 
 def test_the_summary_of_a_compaction_is_no_answer_and_is_counted(texts):
-    found, notes = texts(
+    result, notes = texts(
         *chat("Hi.", "Ho."),
         ended(1),
         thought("Sum up."),
@@ -272,7 +272,7 @@ def test_the_summary_of_a_compaction_is_no_answer_and_is_counted(texts):
         *chat("Go on.", "On."),
         ended(3),
     )
-    assert found == [["Hi.", "Ho."], ["A summary.", "Go on.", "On."]]
+    assert result == [["Hi.", "Ho."], ["A summary.", "Go on.", "On."]]
     assert notes == {SUMMARIES: 1}
 
 
@@ -300,8 +300,8 @@ def test_instructions_of_the_model_may_have_been_sent_in_part(read):
 
 def test_what_was_rolled_back_stays_a_context_of_its_own(texts):
     lines = [*chat("Hi.", "Ho.", "Left?", "Left."), back(), *chat("Lfet?"), back(), back(0)]
-    found, _ = texts(*lines, *chat("Right?", "Right."))
-    assert found == [["Hi.", "Ho.", "Left?", "Left."], ["Hi.", "Ho.", "Right?", "Right."]]
+    result, _ = texts(*lines, *chat("Right?", "Right."))
+    assert result == [["Hi.", "Ho.", "Left?", "Left."], ["Hi.", "Ho.", "Right?", "Right."]]
 
 
 @pytest.mark.parametrize("unread", [item("telepathy"), item("compaction", encrypted_content="x")])
@@ -387,10 +387,10 @@ def test_an_answer_that_a_fork_repeats_is_trained_on_once(fork, num_copied, tmp_
     copies = [t | {"payload": t["payload"] | {"id": "new"}} for t in turns[: 2 * num_copied]]
     forked = [meta("f", forked_from_id="s"), META, *copies, *turn(3, "three")]
     files = {"s": [META, *turns], "f": forked}
-    found = read_files(tmp_path, **dict(sorted(files.items(), reverse=fork == "last")))
-    assert sorted(trained_in(found)) == ["one", "three", "two"]
-    assert sum(sum(made.notes.values()) for made in found.values()) == num_copied
-    texts = [m["content"] for m in found["f"].steps[-1].messages]
+    result = read_files(tmp_path, **dict(sorted(files.items(), reverse=fork == "last")))
+    assert sorted(trained_in(result)) == ["one", "three", "two"]
+    assert sum(sum(trajectory.notes.values()) for trajectory in result.values()) == num_copied
+    texts = [m["content"] for m in result["f"].steps[-1].messages]
     assert texts == ["1?", "one", *["2?", "two"] * (num_copied - 1), "3?", "three"]
 
 
@@ -399,8 +399,8 @@ def test_forks_of_a_session_that_is_not_there_share_its_answers_and_others_none(
     forked, num_shared, tmp_path
 ):
     files = {n: [meta(n, **forked), *turn(1, "one"), *turn(2, n)] for n in "fg"}
-    found = read_files(tmp_path, **files)
-    assert [sum(made.notes.values()) for made in found.values()] == [0, num_shared]
+    result = read_files(tmp_path, **files)
+    assert [sum(trajectory.notes.values()) for trajectory in result.values()] == [0, num_shared]
 
 
 @pytest.mark.parametrize("first", ["main", "agent"])
@@ -411,11 +411,11 @@ def test_the_files_of_sub_agents_belong_to_the_run_of_their_session(first, tmp_p
         "below": [meta("b", parent_thread_id="a", agent_role="scout"), *chat("Here.", "B.")],
         "other": [meta("o", parent_thread_id="gone"), answer("Alone.")],
     }
-    found = read_files(tmp_path, **{first: files.pop(first)}, **files)
-    assert found.keys() == {"s", "o"}
-    steps = [(step.agent, step.messages[-1]["content"]) for step in found["s"].steps]
+    result = read_files(tmp_path, **{first: files.pop(first)}, **files)
+    assert result.keys() == {"s", "o"}
+    steps = [(step.agent, step.messages[-1]["content"]) for step in result["s"].steps]
     assert steps == [(None, "Done."), ("Ada", "A."), ("scout", "B.")]
-    assert all(each.unread == {} for each in found.values())
+    assert all(one.unread == {} for one in result.values())
 
 
 def test_sub_agents_that_name_each_other_are_runs_of_their_own(tmp_path):
@@ -453,11 +453,11 @@ INTERRUPTED = [*chat("1?", "Half of"), message("user", ABORTED)]
 @pytest.mark.parametrize("written", [REVIEW, INTERRUPTED])
 def test_an_answer_that_no_call_ended_is_context_and_counted(written, tmp_path):
     lines = [META, *turn(1, "one"), ended(1), *written, *turn(2, "two"), ended(2)]
-    found = read_files(tmp_path, s=lines)
-    assert trained_in(found) == ["one", "two"]
+    result = read_files(tmp_path, s=lines)
+    assert trained_in(result) == ["one", "two"]
     text = written[1]["payload"]["content"][0]["text"]
-    assert text in [m["content"] for m in found["s"].steps[-1].messages]
-    assert found["s"].notes == {UNENDED: 1}
+    assert text in [m["content"] for m in result["s"].steps[-1].messages]
+    assert result["s"].notes == {UNENDED: 1}
 
 
 @pytest.mark.parametrize("more", [[], [call("c1"), output("c1", "x")]])
@@ -487,9 +487,12 @@ def test_a_fork_that_only_refers_begins_with_what_it_refers_to(tmp_path):
         "g": referring("g", "f", 5, *turn(4, "four"), forked_from_id="f"),
     }
     for order in ("sfg", "gfs"):
-        found = read_files(tmp_path, **{name: files[name] for name in order})
-        assert sorted(trained_in(found)) == ["four", "one", "three", "two"]
-        texts = {n: [m["content"] for m in made.steps[-1].messages] for n, made in found.items()}
+        result = read_files(tmp_path, **{name: files[name] for name in order})
+        assert sorted(trained_in(result)) == ["four", "one", "three", "two"]
+        texts = {
+            n: [m["content"] for m in trajectory.steps[-1].messages]
+            for n, trajectory in result.items()
+        }
         assert texts["f"] == ["1?", "one", "3?", "three"]
         assert texts["g"][:2] + texts["g"][-2:] == ["1?", "one", "4?", "four"]
 
@@ -503,7 +506,7 @@ def test_a_fork_without_what_it_refers_to_has_no_answers(tmp_path):
 
 def test_the_second_file_of_a_thread_continues_the_first_where_it_was_taken_back(tmp_path):
     first = [META, *turn(1, "one"), *turn(2, "two")]
-    found = read_files(tmp_path, a=first, b=referring("s", "s", 3, *turn(3, "three")))
-    texts = [[m["content"] for m in step.messages] for step in found["s"].steps]
+    result = read_files(tmp_path, a=first, b=referring("s", "s", 3, *turn(3, "three")))
+    texts = [[m["content"] for m in step.messages] for step in result["s"].steps]
     assert texts == [["1?", "one", "2?", "two"], ["1?", "one", "3?", "three"]]
-    assert trained_in(found) == ["one", "two", "three"]
+    assert trained_in(result) == ["one", "two", "three"]

@@ -27,9 +27,9 @@ def test_a_log_is_recognized_as_one_format_with_all_its_keys(name, tmp_path):
     form, path = saved(tmp_path, name)
     # What a row of verifiers says in messages alone is what chats say.
     assert recognize(path, FORMATS) == ["chats" if name == "verifiers" else form]
-    ((_, found),), rejected = read_all(FORMATS[form], path)
-    assert (found.unread, rejected) == ({}, [])
-    (step,) = found.steps
+    ((_, result),), rejected = read_all(FORMATS[form], path)
+    assert (result.unread, rejected) == ({}, [])
+    (step,) = result.steps
     assert missing_fact(facts_in(name, CONVERSATION), spelled(step.messages)) is None
 
 
@@ -42,8 +42,8 @@ HEADED = ("droid", "inspect_ai", "kimi_cli", "nemo_gym", "traces")
 def test_a_text_that_a_format_does_not_know_is_named(name, tmp_path):
     form, path = saved(tmp_path, name)
     path.write_text(path.read_text().replace("{", '{"memo": "Read this.", ', 1))
-    ((_, found),), _ = read_all(FORMATS[form], path)
-    ((where, number),) = found.unread.items()
+    ((_, result),), _ = read_all(FORMATS[form], path)
+    ((where, number),) = result.unread.items()
     assert (where.rpartition(".")[2], number) == ("memo", 1)
 
 

@@ -368,6 +368,14 @@ def test_a_bad_generator_output_is_refused_with_its_file(changes, says, tmp_path
     assert not (tmp_path / "ds").exists()
 
 
+def test_bad_generator_outputs_are_counted(tmp_path):
+    files = [tmp_path / name for name in "abc"]
+    for file in files:
+        file.write_text(f'{{"rewards": [{file.name}')
+    with pytest.raises(RolloutError, match=r".*and 2 more records rejected.*\[json_document\]"):
+        read_outputs(*files)
+
+
 def test_a_rewards_file_beside_a_generator_output_is_refused(tmp_path):
     file = write_output(tmp_path / "a.json")
     with pytest.raises(RolloutError, match=r"--rewards: logs in .* already.*\[choices\]"):

@@ -307,12 +307,12 @@ def test_ids_have_the_attributes_of_skyrls_own():
     assert (first.instance_id, first.repetition_id, first.to_string()) == ("a", 0, "a_0")
 
 
-def as_mapping(own):
-    return {"instance_id": own.instance_id, "repetition_id": own.repetition_id}
+def as_mapping(form):
+    return {"instance_id": form.instance_id, "repetition_id": form.repetition_id}
 
 
-def as_object(own):
-    return SimpleNamespace(**as_mapping(own))
+def as_object(form):
+    return SimpleNamespace(**as_mapping(form))
 
 
 @pytest.mark.parametrize("make", [as_mapping, as_object])

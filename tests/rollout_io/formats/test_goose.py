@@ -33,10 +33,10 @@ def result(id, *content, is_list=False):
 def database(path, *messages, more=()):
     """A database with the session "s" and others; each message is (role, parts, metadata)."""
     tables = {"sessions": [], "messages": []}
-    for name, parent, own in [("s", None, messages), *more]:
+    for name, parent, logged in [("s", None, messages), *more]:
         session = {"id": name, "working_dir": "/w", "parent_session_id": parent}
         tables["sessions"].append(session)
-        for role, content, *facts in own:
+        for role, content, *facts in logged:
             row = {"id": len(tables["messages"]) + 1, "session_id": name, "role": role}
             row |= {"content_json": content, "created_timestamp": 1}
             tables["messages"].append(row | dict(zip(["metadata_json"], facts, strict=False)))

@@ -44,10 +44,10 @@ def with_ids(record, ids):
     "ids", [["7"], [[7]], [7.5], [None], [True], {"7": 8}, 7, "7", "7,8", "", True, 1.5]
 )
 def test_ids_that_are_no_whole_numbers_are_refused_whole_and_streamed(ids, tmp_path):
-    answered, asked = wire("chat", "chat/0"), wire("chat", "chat/0")
+    answered, question = wire("chat", "chat/0"), wire("chat", "chat/0")
     answered["response"]["choices"][0]["token_ids"] = ids
-    asked["response"]["prompt_token_ids"] = ids
-    for record in (answered, asked, with_ids(wire("chat", "chat/1"), ids)):
+    question["response"]["prompt_token_ids"] = ids
+    for record in (answered, question, with_ids(wire("chat", "chat/1"), ids)):
         assert refusal(tmp_path, record) in {"record_type", "nonempty_response", "nonempty_prompt"}
 
 

@@ -122,9 +122,9 @@ def digests(folder):
 def test_a_compaction_begins_a_context_with_the_summary_and_the_kept_end(read):
     compaction = {"type": "compaction", "auto": True, "tail_start_id": "m2"}
     messages = [user("Go."), answer("One."), user("On."), answer("Two."), user(compaction)]
-    found = read(*messages, answer("In short.", summary=True), answer("Three."))
+    result = read(*messages, answer("In short.", summary=True), answer("Three."))
     ask = "What did we do so far?"
-    assert [(said(step), step.num_given) for step in found.steps] == [
+    assert [(said(step), step.num_given) for step in result.steps] == [
         (["Go.", "One.", "On.", "Two.", ask], 0),
         ([ask, "In short.", "On.", "Two.", "Three."], 4),
     ]
@@ -135,20 +135,20 @@ def test_steps_results_and_failures_of_calls_are_read_in_order(read):
     parts += [{"type": "step-finish"}, STEP, tool("error", input={}, error="No.")]
     parts += [tool("running", input={}), "Done."]
     hidden = text("Hidden") | {"ignored": True}
-    found = read(user("Go.", hidden), answer(*parts, modelID="m"))
-    (step,) = found.steps
+    result = read(user("Go.", hidden), answer(*parts, modelID="m"))
+    (step,) = result.steps
     stopped = "[Tool execution was interrupted]"
     assert said(step) == ["Go.", "Look.", "a", "", "No.", stopped, "Done."]
     assert step.messages[1]["reasoning_content"] == "Hm."
-    assert found.user_values == {"model": "m"}
+    assert result.user_values == {"model": "m"}
 
 
 def test_failed_answers_are_left_out_and_fail_the_run_if_they_are_the_last(read):
     failed = answer("Ha", error={"name": "APIError", "data": {"message": "No credit."}})
-    found = read(user("Go."), failed, answer("Done."))
-    assert (found.error, said(found.steps[0])) == (None, ["Go.", "Done."])
-    found = read(user("Go."), failed)
-    assert (found.error, found.steps) == ("No credit.", [])
+    result = read(user("Go."), failed, answer("Done."))
+    assert (result.error, said(result.steps[0])) == (None, ["Go.", "Done."])
+    result = read(user("Go."), failed)
+    assert (result.error, result.steps) == ("No credit.", [])
 
 
 def trained(step):
@@ -165,39 +165,44 @@ SUBTASK = {"type": "subtask", "agent": "a", "prompt": "Look.", "description": "d
 def test_a_text_that_the_program_wrote_into_an_answer_is_context_alone(read):
     parts = [tool(input={}, output="a"), text("Continuing.") | SYNTHETIC]
     parts += [{"type": "reasoning", "text": "Hm."}, "Done.", text("Bye.") | SYNTHETIC]
-    asked = user("Go.", text("Called Read") | SYNTHETIC)
-    found = read(asked, answer(*parts), user("On."), answer("End."))
+    question = user("Go.", text("Called Read") | SYNTHETIC)
+    result = read(question, answer(*parts), user("On."), answer("End."))
     first = ["Go.\nCalled Read", "", "a"]
     second = [*first, "Continuing.", "Done."]
-    assert [said(step) for step in found.steps] == [first, second, [*second, "Bye.", "On.", "End."]]
-    answers = [message for step in found.steps for message in trained(step)]
+    assert [said(step) for step in result.steps] == [
+        first,
+        second,
+        [*second, "Bye.", "On.", "End."],
+    ]
+    answers = [message for step in result.steps for message in trained(step)]
     assert [message["content"] for message in answers] == ["", "Done.", "End."]
-    assert found.steps[1].messages[4]["reasoning_content"] == "Hm."
-    assert found.notes == {WRITTEN: 2}
+    assert result.steps[1].messages[4]["reasoning_content"] == "Hm."
+    assert result.notes == {WRITTEN: 2}
 
 
-@pytest.mark.parametrize("asked", [RAN, SUBTASK])
+@pytest.mark.parametrize("question", [RAN, SUBTASK])
 @pytest.mark.parametrize("parent", [{}, {"parentID": "m2"}])
-def test_a_call_that_the_user_ran_is_context_alone(asked, parent, read):
+def test_a_call_that_the_user_ran_is_context_alone(question, parent, read):
     ran = answer(tool(input={"command": "ls"}, output="a"), **parent)
-    messages = [user("Go."), answer(STEP, "One."), user(asked), ran]
-    found = read(*messages, answer(STEP, "Two.", **parent))
+    messages = [user("Go."), answer(STEP, "One."), user(question), ran]
+    result = read(*messages, answer(STEP, "Two.", **parent))
     begun = ["Go.", "One.", "The following tool was executed by the user"]
-    assert [said(step) for step in found.steps] == [begun, [*begun, "", "a", "Two."]]
-    assert [m["content"] for step in found.steps for m in trained(step)] == ["One.", "Two."]
-    assert found.notes == {WRITTEN: 1}
+    assert [said(step) for step in result.steps] == [begun, [*begun, "", "a", "Two."]]
+    assert [m["content"] for step in result.steps for m in trained(step)] == ["One.", "Two."]
+    assert result.notes == {WRITTEN: 1}
+    assert WRITTEN not in read(*messages[:3], answer("Late.", parentID="m0")).notes
 
 
 def test_a_file_beside_an_answer_is_left_out_by_name(read):
     file = {"type": "file", "mime": "text/plain", "filename": "a.log", "url": "file:///a.log"}
-    found = read(user("Go."), answer("Done.", file))
-    assert (said(found.steps[0]), found.notes) == (["Go.", "Done."], {FILES: 1})
+    result = read(user("Go."), answer("Done.", file))
+    assert (said(result.steps[0]), result.notes) == (["Go.", "Done."], {FILES: 1})
 
 
 def test_an_interrupted_call_has_the_output_until_then(read):
     state = {"input": {}, "error": "Aborted", "metadata": {"interrupted": True, "output": "half"}}
-    found = read(user("Go."), answer(tool("error", **state)))
-    assert said(found.steps[0]) == ["Go.", "", "half"]
+    result = read(user("Go."), answer(tool("error", **state)))
+    assert said(result.steps[0]) == ["Go.", "", "half"]
 
 
 def test_damage_is_named(tmp_path):

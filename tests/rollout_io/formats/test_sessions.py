@@ -30,9 +30,9 @@ def read(tmp_path):
 
     def read(name, *files):
         paths = [write_lines(tmp_path / f"{i}.jsonl", *lines) for i, lines in enumerate(files)]
-        ((_, found),), rejected = read_all(FORMATS[name], *paths)
+        ((_, reading),), rejected = read_all(FORMATS[name], *paths)
         assert rejected == []
-        return found
+        return reading
 
     return read
 
@@ -41,9 +41,9 @@ def texts(step):
     return [m["content"] for m in step.messages]
 
 
-def contexts(found):
+def contexts(reading):
     """The (agent, texts, number of given messages) of each context."""
-    return [(step.agent, texts(step), step.num_given) for step in found.steps]
+    return [(step.agent, texts(step), step.num_given) for step in reading.steps]
 
 
 @pytest.mark.parametrize("name", LINES)
@@ -134,7 +134,7 @@ def test_branches_of_pi_share_their_answers_and_the_live_one_is_last(read):
 
 def test_what_pi_sends_of_commands_and_extensions_is_read_and_failed_answers_are_not(read):
     command = {"role": "bashExecution", "command": "ls", "output": "a", "exitCode": 2}
-    found = read(
+    reading = read(
         "pi",
         pi(
             user("Go."),
@@ -146,16 +146,16 @@ def test_what_pi_sends_of_commands_and_extensions_is_read_and_failed_answers_are
             answer("", stopReason="error", errorMessage="No credit."),
         ),
     )
-    assert (found.error, found.notes) == ("No credit.", {EXTENDED: 1, CUT: 2})
+    assert (reading.error, reading.notes) == ("No credit.", {EXTENDED: 1, CUT: 2})
     ran = "Ran `ls`\n```\na\n```\n\nCommand exited with code 2"
-    assert texts(found.steps[0]) == ["Go.", ran, "Mind the gap.", "Done."]
+    assert texts(reading.steps[0]) == ["Go.", ran, "Mind the gap.", "Done."]
 
 
 def test_records_without_a_parent_in_the_file_follow_the_line_before(read):
     lines = pi(user("Go.") | {"parentId": "s"}, answer("One.") | {"parentId": "lost"})
-    found = read("pi", lines)
-    assert texts(found.steps[0]) == ["Go.", "One."]
-    assert list(found.notes.values()) == [1]
+    reading = read("pi", lines)
+    assert texts(reading.steps[0]) == ["Go.", "One."]
+    assert list(reading.notes.values()) == [1]
 
 
 @pytest.mark.parametrize("blocks", [[thinks("Hm."), says("One.")], [says("One."), thinks("Hm.")]])
@@ -163,7 +163,7 @@ def test_thoughts_of_pi_are_sent_to_another_model_as_text_where_they_stand(block
     last = answer(thinks("So."), "Two.", model="n")
     first, second = read("pi", pi(user("Go."), answer(*blocks), user("On."), last)).steps
     assert first.messages[1]["reasoning_content"] == "Hm."
-    joined = "".join(each.get("thinking", each.get("text")) for each in blocks)
+    joined = "".join(item.get("thinking", item.get("text")) for item in blocks)
     assert texts(second) == ["Go.", joined, "On.", "Two."]
     assert [m.get("reasoning_content") for m in second.messages] == [None, None, None, "So."]
 
@@ -197,15 +197,15 @@ def test_a_context_of_pi_begins_with_the_system_prompt_and_tools_at_its_last_ans
 
 
 @pytest.mark.parametrize(
-    ("replacement", "kept"),
+    ("replacement", "staying"),
     [(None, []), ({"role": "assistant", "content": "Edited."}, ["Edited."])],
 )
-def test_an_edit_of_pi_begins_a_context_with_the_system_prompt(replacement, kept, read):
+def test_an_edit_of_pi_begins_a_context_with_the_system_prompt(replacement, staying, read):
     edit = {"type": "context_edit", "targetId": "c", "replacement": replacement}
     lines = pi(head(), user("Go."), answer("One."), edit, user("On."), answer("Two."))
     first, second = read("pi", lines).steps
     assert texts(first)[:3] == ["You are Pi.\n\n/w", "Go.", "One."]
-    assert texts(second) == ["You are Pi.\n\n/w", "Go.", *kept, "On.", "Two."]
+    assert texts(second) == ["You are Pi.\n\n/w", "Go.", *staying, "On.", "Two."]
     assert all(m["role"] != "assistant" for m in second.messages[second.num_given : -1])
 
 
@@ -215,9 +215,17 @@ def test_calls_of_pi_without_a_result_are_sent_with_an_empty_one(num_results, re
     results = [spoken("toolResult", "of x", toolCallId="x")][:num_results]
     lines = pi(user("Go."), answer(".", *calls), *results, user("On."), answer("Two."))
     (step,) = read("pi", lines).steps
-    found = [(m["tool_call_id"], m["content"]) for m in step.messages if m["role"] == "tool"]
+    reading = [(m.get("tool_call_id"), m["content"]) for m in step.messages[-4:-1]]
     missing = "No result provided"
-    assert found == [("x", "of x" if num_results else missing), ("y", missing)]
+    assert reading == [("x", "of x" if num_results else missing), ("y", missing), (None, "On.")]
+
+
+def test_a_compaction_of_pi_keeps_the_messages_from_the_one_that_it_names(read):
+    cut = {"type": "compaction", "summary": "In short.", "firstKeptEntryId": "c"}
+    before = [user("Go."), answer("One."), user("On."), answer("Two.")]
+    first, second = read("pi", pi(*before, cut, user("More."), answer("Three."))).steps
+    assert texts(second)[1:] == [*texts(first)[2:], "More.", "Three."]
+    assert "In short." in texts(second)[0]
 
 
 def qwen(*records):
@@ -241,8 +249,8 @@ def test_a_compression_of_qwen_code_begins_a_context_with_its_history(read):
     history += [{"role": "model", "parts": [{"text": "I see."}]}]
     payload = {"compressedHistory": history, "info": {"x": 1}}
     cut = {"type": "system", "subtype": "chat_compression", "systemPayload": payload}
-    found = read("qwen_code", qwen(GO, ONE, cut, ("user", "More."), ("assistant", "Two.")))
-    assert contexts(found) == [
+    reading = read("qwen_code", qwen(GO, ONE, cut, ("user", "More."), ("assistant", "Two.")))
+    assert contexts(reading) == [
         (None, ["Go.", "One."], 0),
         (None, ["In short.", "I see.", "More.", "Two."], 2),
     ]
@@ -251,13 +259,13 @@ def test_a_compression_of_qwen_code_begins_a_context_with_its_history(read):
 def test_sub_agents_of_qwen_code_belong_to_their_session(read):
     side = {"isSidechain": True, "agentId": "explore-1", "agentName": "Explore"}
     sub = [line | side for line in qwen(("user", "Look."), ("assistant", "Seen."))]
-    found = read("qwen_code", sub, qwen(GO, ONE))
-    assert contexts(found) == [(None, ["Go.", "One."], 0), ("Explore", ["Look.", "Seen."], 0)]
+    reading = read("qwen_code", sub, qwen(GO, ONE))
+    assert contexts(reading) == [(None, ["Go.", "One."], 0), ("Explore", ["Look.", "Seen."], 0)]
 
 
 def test_sessions_of_qwen_code_are_counted_because_their_reminder_is_not_logged(read):
-    found = read("qwen_code", qwen(GO, ONE, ("user", "On."), ("assistant", "Two.")))
-    assert found.notes == {REMINDER: 1}
+    reading = read("qwen_code", qwen(GO, ONE, ("user", "On."), ("assistant", "Two.")))
+    assert reading.notes == {REMINDER: 1}
 
 
 def wire(kind, **fields):
@@ -281,15 +289,22 @@ def step(text):
 def test_a_compaction_of_kimi_keeps_prompts_and_the_summary_and_undo_takes_back(read):
     lines = [WIRE, wire("config.update", systemPrompt="Be."), prompt("Go."), *step("One.")]
     lines += [prompt("Mind.", "injection"), prompt("On."), *step("Two."), prompt("Wrong.")]
-    lines += [*step("Three."), wire("context.undo", count=1)]
+    lines += [*step("Three."), prompt("Worse."), *step("Four."), wire("context.undo", count=2)]
     lines += [wire("context.apply_compaction", contextSummary="In short.", keptUserMessageCount=1)]
-    lines += [prompt("More."), *step("Four.")]
+    lines += [prompt("More."), *step("Five.")]
     lines += [wire("context.append_loop_event", event={"type": "step.begin"})]
     before = ["Be.", "Go.", "One.", "Mind.", "On.", "Two."]
     assert contexts(read("kimi_cli", lines)) == [
-        (None, [*before, "Wrong.", "Three."], 0),
-        (None, ["Be.", "On.", "In short.", "More.", "Four."], 0),
+        (None, [*before, "Wrong.", "Three.", "Worse.", "Four."], 0),
+        (None, ["Be.", "On.", "In short.", "More.", "Five."], 0),
     ]
+
+
+def test_a_compaction_of_an_older_kimi_keeps_the_end(read):
+    cut = wire("context.apply_compaction", summary="In short.", compactedCount=2)
+    lines = [WIRE, prompt("Go."), *step("One."), prompt("On."), *step("Two."), cut]
+    first, second = read("kimi_cli", [*lines, prompt("More."), *step("Three.")]).steps
+    assert texts(second) == ["In short.", *texts(first)[2:], "More.", "Three."]
 
 
 def in_folder(tmp_path, name, *lines):
@@ -304,12 +319,12 @@ def test_answers_that_a_fork_of_an_older_kimi_copied_train_once(tmp_path):
         chat += [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}."}]
     files = {"session_1": chat[:5], "session_2": chat[:3] + chat[5:]}
     paths = [in_folder(tmp_path, f"{n}/context.jsonl", *lines) for n, lines in files.items()]
-    found, rejected = read_all(FORMATS["kimi_cli"], *paths)
-    steps = [each for _, made in found for each in made.steps]
-    trained = [m for each in steps for m in each.messages[each.num_given :]]
+    reading, rejected = read_all(FORMATS["kimi_cli"], *paths)
+    steps = [item for _, trajectory in reading for item in trajectory.steps]
+    trained = [m for item in steps for m in item.messages[item.num_given :]]
     answers = sorted(m["content"] for m in trained if m["role"] == "assistant")
     assert (answers, rejected) == (["0.", "1.", "2."], [])
-    assert sorted(sum(made.notes.values()) for _, made in found) == [0, 1]
+    assert sorted(sum(trajectory.notes.values()) for _, trajectory in reading) == [0, 1]
 
 
 def test_agents_of_kimi_and_older_contexts_are_one_run(tmp_path):
@@ -317,8 +332,8 @@ def test_agents_of_kimi_and_older_contexts_are_one_run(tmp_path):
         in_folder(tmp_path, f"session_1/agents/{n}/wire.jsonl", WIRE, prompt("Go."), *step(n))
         for n in ("main", "agent-0")
     ]
-    ((_, found),), _ = read_all(FORMATS["kimi_cli"], *paths)
-    assert contexts(found) == [
+    ((_, reading),), _ = read_all(FORMATS["kimi_cli"], *paths)
+    assert contexts(reading) == [
         (None, ["Go.", "main"], 0),
         ("agent-0", ["Go.", "agent-0"], 0),
     ]
@@ -333,9 +348,9 @@ def test_agents_of_kimi_and_older_contexts_are_one_run(tmp_path):
         {"role": "tool", "content": "a", "tool_call_id": "c"},
         {"role": "_usage", "token_count": 3},
     )
-    ((run, found),), _ = read_all(FORMATS["kimi_cli"], path)
+    ((run, reading),), _ = read_all(FORMATS["kimi_cli"], path)
     assert run.instance_id == "session_1"
-    *_, reply, result = found.steps[0].messages
+    *_, reply, result = reading.steps[0].messages
     assert (reply["reasoning_content"], reply["content"]) == ("Hm.", "One.")
     assert reply["tool_calls"][0]["function"]["name"] == "ls"
     assert result == {"role": "tool", "content": "a", "tool_call_id": "c"}
@@ -349,20 +364,16 @@ def test_repeated_messages_of_openclaw_are_answers_once_whatever_the_ids_of_call
         block = {"type": "toolCall", "id": id, "name": "ls", "arguments": {}}
         return {"role": "assistant", "content": [block]}
 
-    go, more = ({"role": "user", "content": text} for text in ("Go.", "On."))
-    again, main, sub = (
-        {"role": "assistant", "content": "Again."},
-        "agent:main:main",
-        "agent:main:subagent:1",
-    )
+    go, again = {"role": "user", "content": "Go."}, {"role": "assistant", "content": "Again."}
+    main, sub = "agent:main:main", "agent:main:subagent:1"
     lines = [end(sub, go, again, success=True), end(main, go, call("a_1"))]
-    lines += [end(main, go, call("a1"), more, again, success=False, error="Late.")]
-    found = read("openclaw", lines)
-    assert [(s.agent, len(s.messages), s.num_given) for s in found.steps] == [
+    lines += [end(main, go, call("a1"), go, again, success=False, error="Late.")]
+    reading = read("openclaw", lines)
+    assert [(s.agent, len(s.messages), s.num_given) for s in reading.steps] == [
         (None, 4, 0),
         (sub, 2, 0),
     ]
-    assert found.error == "Late."
+    assert reading.error == "Late."
 
 
 def event(id, kind, **fields):
@@ -389,7 +400,7 @@ TERMINAL = {"exit_code": 1, "working_dir": "/w", "prefix": "", "suffix": " (end)
 
 def test_a_conversation_of_openhands_is_what_the_sdk_sends(read):
     prompt = event("s", "SystemPromptEvent", system_prompt=says("Be."), tools=[])
-    found = read(
+    reading = read(
         "openhands_sdk",
         [
             prompt | {"dynamic_context": says("Now.")},
@@ -404,10 +415,10 @@ def test_a_conversation_of_openhands_is_what_the_sdk_sends(read):
             event("h", "PauseEvent"),
         ],
     )
-    assert found.unread == {}
+    assert reading.unread == {}
     failed = "[An error occurred during execution.]\ny (end)"
     failed += "\n[Current working directory: /w]\n[Command finished with exit code 1]"
-    (step,) = found.steps
+    (step,) = reading.steps
     before = ["Be.\nNow.", "Go.", "Both.", "x", failed]
     assert texts(step) == [*before, "No tool.", "Action rejected: Never.", "Done."]
     assert [c["function"]["name"] for c in step.messages[2]["tool_calls"]] == ["ls", "cat"]
@@ -419,9 +430,9 @@ def test_a_condensation_forgets_events_and_puts_the_summary_in_their_place(read)
     forgotten = {"forgotten_event_ids": ["a", "v"], "summary": "In short.", "summary_offset": 1}
     lines += [event("c", "Condensation", **forgotten), message("d", "assistant", "Three.")]
     lines += [event("e", "ConversationErrorEvent", code="x", detail="No credit.")]
-    found = read("openhands_sdk", lines)
-    assert found.error == "No credit."
-    assert contexts(found) == [
+    reading = read("openhands_sdk", lines)
+    assert reading.error == "No credit."
+    assert contexts(reading) == [
         (None, ["Go.", "One.", "On.", "Two."], 0),
         (None, ["Go.", "In short.", "Two.", "Three."], 3),
     ]
@@ -434,12 +445,12 @@ def test_a_directory_of_events_is_one_conversation_and_token_events_are_exact(tm
     (folder / "events").mkdir(parents=True)
     (folder / "base_state.json").write_text("{}")
     for i, line in enumerate(lines):
-        ((_, found),) = read_all(FORMATS["openhands_sdk"], folder)[0] if i == 2 else ((0, 0),)
-        assert i < 2 or contexts(found) == [(None, ["Go.", "One."], 0)]
+        ((_, reading),) = read_all(FORMATS["openhands_sdk"], folder)[0] if i == 2 else ((0, 0),)
+        assert i < 2 or contexts(reading) == [(None, ["Go.", "One."], 0)]
         (folder / "events" / f"event-{i}.json").write_text(json.dumps(line, indent=1))
     assert recognize(folder, FORMATS) == ["openhands_sdk"]
-    ((run, found),), _ = read_all(FORMATS["openhands_sdk"], folder)
-    (step,) = found.steps
+    ((run, reading),), _ = read_all(FORMATS["openhands_sdk"], folder)
+    (step,) = reading.steps
     assert len(run.places) == 3
     assert (step.prompt_token_ids.tolist(), step.response_ids.tolist()) == ([1, 2], [3])
     assert json.loads(step.messages) == [{"role": "user", "content": "Go."}]
@@ -462,10 +473,10 @@ def test_the_real_log_of_a_call_is_read(harness_logs):
     if not files:
         pytest.skip("no log of a call")
     assert recognize(files[0], FORMATS) == ["openhands_llm"]
-    ((_, found),), _ = read_all(FORMATS["openhands_llm"], files[0])
+    ((_, reading),), _ = read_all(FORMATS["openhands_llm"], files[0])
     record = json.loads(files[0].read_text())
-    (step,) = found.steps
-    assert found.unread == {}
+    (step,) = reading.steps
+    assert reading.unread == {}
     assert len(step.messages) == len(record["messages"]) + 1
     assert step.messages[0]["content"] == record["messages"][0]["content"][0]["text"]
     call = record["response"]["choices"][0]["message"]["tool_calls"][0]["function"]
@@ -507,14 +518,14 @@ OF_X = {"agentId": "x"}
     ],
 )
 def test_sub_agents_of_copilot_have_the_prompt_of_their_call(seen, read):
-    asked = [("user.message", {"content": "Go."}), told("One.", toolRequests=[TASK])]
+    question = [("user.message", {"content": "Go."}), told("One.", toolRequests=[TASK])]
     done = ("tool.execution_complete", {"toolCallId": "c", "result": {"content": "Seen."}})
-    found = read("copilot_cli", copilot(*asked, *seen, done, told("Two.")))
-    assert contexts(found) == [
+    reading = read("copilot_cli", copilot(*question, *seen, done, told("Two.")))
+    assert contexts(reading) == [
         (None, ["Go.", "One.", "Seen.", "Two."], 0),
         ("explore", ["Look around.", "Seen."], 0),
     ]
-    assert (found.error, found.unread) == ("X.", {})
+    assert (reading.error, reading.unread) == ("X.", {})
 
 
 def test_a_rewind_of_copilot_to_an_answer_keeps_what_was_before_it(read):
@@ -523,9 +534,12 @@ def test_a_rewind_of_copilot_to_an_answer_keeps_what_was_before_it(read):
         told("One."),
         told("Two."),
         ("session.snapshot_rewind", {"upToEventId": "3"}),
+        ("assistant.reasoning", {"content": "Hm."}),
         told("Three."),
     )
-    assert contexts(read("copilot_cli", lines)) == [
+    reading = read("copilot_cli", lines)
+    assert reading.steps[-1].messages[-1]["reasoning_content"] == "Hm."
+    assert contexts(reading) == [
         (None, ["Go.", "One.", "Two."], 0),
         (None, ["Go.", "One.", "Three."], 2),
     ]

@@ -110,6 +110,8 @@ def test_a_history_that_was_cut_is_a_new_context(tmp_path):
     assert second.messages[3]["content"].startswith("Old output")
     assert [first.stop_reason, second.stop_reason] == [None, "submitted"]
     assert [first.num_given, second.num_given] == [2, 6]
+    first, second = read(tmp_path, trajectory(steps[::2], HISTORY)).steps
+    assert (roles(first), roles(second), second.num_given) == ("sua", "suataua", 6)
 
 
 def test_a_step_that_called_no_model_is_no_call(tmp_path):

@@ -322,7 +322,7 @@ def test_a_call_or_a_result_of_any_sdk_is_one_in_langfuse(write, is_listed, tmp_
 
 
 @pytest.mark.parametrize(
-    ("attributes", "known", "expected"),
+    ("attributes", "names", "expected"),
     [
         *(([text], ["Be kind."], ["Be kind."]) for text in ("Be kind.", " Be kind. ", "Be\nkind.")),
         (["Be kind.", "Be brief."], ["Be kind.", "Be brief."], ["Be kind.", "Be brief."]),
@@ -331,10 +331,10 @@ def test_a_call_or_a_result_of_any_sdk_is_one_in_langfuse(write, is_listed, tmp_
 )
 @pytest.mark.parametrize("role", ["system", "developer"])
 def test_instructions_precede_the_messages_unless_these_have_them(
-    attributes, known, expected, role, tmp_path
+    attributes, names, expected, role, tmp_path
 ):
     parts = [{"type": "text", "content": text} for text in attributes]
-    before = [{"role": role, "content": text} for text in known]
+    before = [{"role": role, "content": text} for text in names]
     spans = [
         sdk(
             i,
@@ -538,5 +538,5 @@ def test_a_tree_of_attributes_loses_no_value(attributes):
 
 def test_unknown_attributes_of_a_call_are_named(tmp_path):
     span = sdk(0, genai(*CALLS[0]) | {"acme.hidden.prompt": "Obey me."})
-    ((_, found),), _ = read_all(ADAPTER, write_lines(tmp_path / "a.jsonl", span))
-    assert found.unread == {"attributes.acme": 1}
+    ((_, result),), _ = read_all(ADAPTER, write_lines(tmp_path / "a.jsonl", span))
+    assert result.unread == {"attributes.acme": 1}

@@ -12,8 +12,8 @@ from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import read_all
 
 
-def spans(*found):
-    return [{"version": v, "start": start, "end": end} for v, start, end in found]
+def spans(*parts):
+    return [{"version": v, "start": start, "end": end} for v, start, end in parts]
 
 
 def call(session, weight_versions, **fields):

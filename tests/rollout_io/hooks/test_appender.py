@@ -29,7 +29,7 @@ def rows(path):
 
 
 @settings(deadline=None, max_examples=examples(8))
-@given(batches=st.lists(GROUPS, min_size=1, max_size=4), restarts=st.integers(0, 4))
+@given(batches=st.lists(GROUPS, min_size=2, max_size=4), restarts=st.integers(1, 3))
 def test_groups_of_a_task_stay_apart_over_batches_and_restarts(batches, restarts, tmp_path_factory):
     path = tmp_path_factory.mktemp("hook") / "ds"
     appender = RolloutAppender(path)
