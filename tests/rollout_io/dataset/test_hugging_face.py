@@ -9,9 +9,10 @@ from rollout_io import RolloutWriter, from_hf, scan, to_hf
 from schemas import check
 from schemas.errors import InputError
 from schemas.strategies import OPTIONAL_COLUMNS, rollout_tables
+from tests.helpers.examples import examples
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=examples(24))
 @given(rollout_tables(min_trajectories=1, optional=OPTIONAL_COLUMNS, pictures=False))
 def test_any_table_survives_a_dataset_and_a_stream(table):
     for streaming in (False, True):

@@ -15,6 +15,7 @@ from rollout_io import convert, read, read_log
 from rollout_io.cli.main import run
 from schemas import check
 from schemas.errors import ConfigError, InputError, RolloutError
+from tests.helpers.examples import examples
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "2+2?"}], "temperature": 1.0}
 NAMES = {
@@ -77,7 +78,9 @@ def test_records_of_any_names_become_exact_rows_grouped_by_task(tmp_path):
 
 
 @settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(40),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(turns=st.lists(st.integers(1, 4), min_size=1, max_size=5), data=st.data())
 def test_calls_in_nested_lists_are_the_runs_that_lines_with_one_call_each_are(

@@ -5,7 +5,7 @@ import warnings
 
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import rollout_io
@@ -182,9 +182,11 @@ def with_empty(rows, rewards):
         return [[] if row in rows else value for row, value in enumerate(values)]
 
     lists = {name: cut(STEPS[name]) for name in ("response_ids", "loss_masks")}
-    return STEPS | lists | {"rewards": rewards}
+    return STEPS | lists | {"rewards": rewards, "env_metrics": [None] * 3 + [{"turns": 4.0}]}
 
 
+@example({3}, [0.0, 0.0, 0.0, 1.0])
+@example({1}, [0.0, 0.0, 0.0, 1.0])
 @given(
     st.sets(st.integers(0, 3), min_size=1),
     st.lists(st.sampled_from([0.0, 1.0]), min_size=4, max_size=4),
@@ -194,12 +196,14 @@ def test_an_empty_response_costs_its_row_and_never_changes_a_return_silently(row
     with pytest.warns(UserWarning, match=f"{len(rows)} rows? with an empty response"):
         table = from_generator_output(output)
     if "error" in table.column_names:
+        assert 0 in rows or any(rewards[:3])
         assert set(table["reward"].to_pylist()) == {None}
         assert all(table["error"].to_pylist())
     else:
-        found = table["reward"].to_pylist()
-        assert found[-1] == rewards[-1]
-        assert sum(found) == sum(rewards)
+        moved = table["reward"].to_pylist()
+        assert moved[-1] == rewards[-1]
+        assert sum(moved) == sum(rewards)
+        assert table["metrics"].to_pylist()[-1] == [{"key": "turns", "value": 4.0}]
         assert table["step_index"].to_pylist() == list(range(4 - len(rows)))
         assert table["is_last_step"].to_pylist() == [False] * (3 - len(rows)) + [True]
 
