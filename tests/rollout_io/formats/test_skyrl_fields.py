@@ -186,7 +186,7 @@ def with_empty(rows, rewards):
 
 
 @example({3}, [0.0, 0.0, 0.0, 1.0])
-@example({1}, [0.0, 0.0, 0.0, 1.0])
+@example({3}, [0.0, 0.0, 1.0, 0.0])
 @given(
     st.sets(st.integers(0, 3), min_size=1),
     st.lists(st.sampled_from([0.0, 1.0]), min_size=4, max_size=4),
