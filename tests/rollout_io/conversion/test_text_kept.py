@@ -110,6 +110,7 @@ def test_what_a_prompt_lacks_is_named_too(smol, smollm2_dir, tmp_path):
             (PLAIN.replace("m.content", "m.content if m.role != 'tool'"), text, f"text '{text}'")
             for text in ("stripes", USER["content"])
         ),
+        (PLAIN.replace("m.content", "m.content[:m.role | length]"), "stripes", "text 'stripes'"),
     ],
 )
 def test_a_tool_message_without_its_role_or_its_text_is_named(
