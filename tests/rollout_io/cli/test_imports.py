@@ -1,6 +1,7 @@
 """Modules that each verb may import: on tiny data, a verb spends nearly all of its time on imports."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -41,15 +42,16 @@ def imported(folder, names, *commands):
     code = (
         "import json, sys; from rollout_io.cli.main import run\n"
         "names, *commands = json.loads(sys.argv[1])\n"
-        "new = {}\n"
+        "new, before = {}, set()\n"
         "for command in commands:\n"
-        "    known = {*sys.modules}\n"
         "    assert run(command) == 0, command\n"
-        "    new[' '.join(command)] = [n for n in names if n not in known and sys.modules.get(n)]\n"
+        "    new[' '.join(command)] = [n for n in names if n not in before and sys.modules.get(n)]\n"
+        "    before = {*sys.modules}\n"
         "print(json.dumps({command: names for command, names in new.items() if names}))"
     )
     arguments = [sys.executable, "-c", code, json.dumps([names, *commands])]
-    done = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, check=False)
+    how = {"cwd": folder, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "text": True}
+    done = subprocess.run(arguments, **how, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
