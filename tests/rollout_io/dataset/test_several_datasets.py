@@ -7,7 +7,7 @@ from pathlib import Path
 import polars as pl
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import rollout_io
@@ -111,6 +111,7 @@ def test_every_verb_takes_several_paths_as_one_dataset(verb, capsys):
     assert len({len(table) for table in written}) <= 1
 
 
+@example(["s3://bucket/b,c", "a\\\\"])
 @given(st.lists(st.text(min_size=1), min_size=1, max_size=5))
 def test_joined_paths_are_read_back_one_by_one(paths):
     from rollout_io.dataset.storage import _several
