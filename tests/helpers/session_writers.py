@@ -7,7 +7,7 @@ A verb that a format's log has no record for raises `NotLogged`.
 import json
 from itertools import count
 
-from tests.rollout_io.formats.test_source_is_kept import (
+from tests.helpers.conversation_writers import (
     GOOSE_TABLES,
     OPENCODE_TABLES,
     save_opencode,
@@ -25,7 +25,7 @@ def no(*_):
 class Writer:
     """A session; `copy` and `refer` begin another one that starts with what this one has so far."""
 
-    rewind = compact = copy = refer = resume = cut = sub_agent = no
+    rewind = compact = copy = refer = cut = sub_agent = no
 
     def __init__(self, folder, name="s", lines=()):
         self.folder, self.name, self.lines = folder, name, list(lines)
@@ -41,6 +41,16 @@ class Writer:
         other = type(self)(self.folder, name, **fields)
         self.others.append(other)
         return other
+
+    def user(self, text):
+        self.message("user", text)
+
+    def answer(self, text):
+        self.message("assistant", text)
+
+    def resume(self):
+        """Go on later, in the same file or in another."""
+        return self
 
     def write(self):
         """Write all files; return their paths."""
@@ -159,7 +169,7 @@ class Tree(Writer):
         self.parent = name
 
     def said(self):
-        return [line for line in self.lines if self.is_user(line)]
+        return [n for n in self.lines if n.get("message", {}).get("role") == "user"]
 
     def rewind(self, num_turns):
         self.parent = self.said()[-num_turns][self.PARENT]
@@ -169,9 +179,6 @@ class Tree(Writer):
         other.parent = self.parent
         return other
 
-    def resume(self):
-        return self
-
 
 class Pi(Tree):
     ID, PARENT = "id", "parentId"
@@ -180,16 +187,9 @@ class Pi(Tree):
         head = {"type": "session", "version": 3, "id": self.name, "timestamp": "t", "cwd": "/"}
         self.lines = [head, *self.lines[1:]]
 
-    @staticmethod
-    def is_user(line):
-        return line.get("message", {}).get("role") == "user"
-
     def message(self, role, text, **fields):
         content = [{"type": "text", "text": text}]
         self.record(type="message", message={"role": role, "content": content} | fields)
-
-    def user(self, text):
-        self.message("user", text)
 
     def answer(self, text):
         self.message("assistant", text, model="m", stopReason="stop")
@@ -206,10 +206,6 @@ class Qwen(Tree):
 
     def record(self, **fields):
         super().record(sessionId=self.name, timestamp="t", **fields)
-
-    @staticmethod
-    def is_user(line):
-        return line["type"] == "user"
 
     def copy(self):
         other = super().copy()
@@ -243,10 +239,6 @@ class ClaudeCode(Tree):
     def record(self, **fields):
         side = {"isSidechain": self.agent is not None, "agentId": self.agent}
         super().record(sessionId=self.name, timestamp="t", cwd="/", **side, **fields)
-
-    @staticmethod
-    def is_user(line):
-        return line["type"] == "user"
 
     def user(self, text, **fields):
         self.record(type="user", message={"role": "user", "content": text}, **fields)
@@ -289,21 +281,11 @@ class Droid(Tree):
         self.lines = self.lines or [{"type": "session_start", "id": self.name, "cwd": "/"}]
         self.parent = self.parent or self.name
 
-    @staticmethod
-    def is_user(line):
-        return line.get("message", {}).get("role") == "user"
-
     copy = no  # the log of a fork is not known
 
     def message(self, role, text):
         content = [{"type": "text", "text": text}]
         self.record(type="message", message={"role": role, "content": content})
-
-    def user(self, text):
-        self.message("user", text)
-
-    def answer(self, text):
-        self.message("assistant", text)
 
 
 class Kimi(Writer):
@@ -333,9 +315,6 @@ class Kimi(Writer):
 
     def copy(self):
         return self.again("fork", lines=self.lines)
-
-    def resume(self):
-        return self
 
     def sub_agent(self):
         return self.again("sub")
@@ -375,9 +354,6 @@ class Copilot(Writer):
     def compact(self, summary):
         self.line("session.compaction_complete", summaryContent=summary)
 
-    def resume(self):
-        return self
-
     def sub_agent(self):
         other = Copilot(self.folder, "sub")
         other.lines, other.agent = self.lines, "helper"
@@ -393,18 +369,9 @@ class OpenHands(Writer):
         message = {"role": role, "content": [{"type": "text", "text": text}]}
         self.line("MessageEvent", llm_message=message)
 
-    def user(self, text):
-        self.message("user", text)
-
-    def answer(self, text):
-        self.message("assistant", text)
-
     def compact(self, summary):
         names = [line["id"] for line in self.lines]
         self.line("Condensation", forgotten_event_ids=names, summary=summary, summary_offset=0)
-
-    def resume(self):
-        return self
 
 
 class OpenClaw(Writer):
@@ -426,9 +393,6 @@ class OpenClaw(Writer):
         users = [i for i, m in enumerate(self.messages) if m["role"] == "user"]
         self.messages = self.messages[: users[-num_turns]]
 
-    def resume(self):
-        return self
-
     def sub_agent(self):
         other = OpenClaw(self.folder)
         other.lines, other.key = self.lines, "agent:main:subagent:1"
@@ -442,15 +406,6 @@ class Traces(Writer):
 
     def message(self, role, text):
         self.lines.append({"type": "message", "message": {"role": role, "content": text}})
-
-    def user(self, text):
-        self.message("user", text)
-
-    def answer(self, text):
-        self.message("assistant", text)
-
-    def resume(self):
-        return self
 
     def sub_agent(self):
         other = self.again("sub")
@@ -471,9 +426,6 @@ class Database(Writer):
     def sessions(self):
         return [self, *self.others]
 
-    def resume(self):
-        return self
-
     def copy(self):
         other = self.again("fork")
         other.rows = [dict(row) for row in self.rows]
@@ -491,21 +443,15 @@ class Database(Writer):
 class Goose(Database):
     COLUMNS = GOOSE_TABLES
 
-    def add(self, role, text, *, is_hidden=False):
+    def message(self, role, text, *, is_hidden=False):
         facts = {"userVisible": not is_hidden, "agentVisible": True}
         content = [{"type": "text", "text": text}]
         row = {"role": role, "content_json": content, "metadata_json": facts}
         self.rows.append(row | {"created_timestamp": len(self.rows)})
 
-    def user(self, text):
-        self.add("user", text)
-
-    def answer(self, text):
-        self.add("assistant", text)
-
     def compact(self, summary):
-        self.add("user", summary, is_hidden=True)
-        self.add("assistant", "Go on.", is_hidden=True)
+        self.message("user", summary, is_hidden=True)
+        self.message("assistant", "Go on.", is_hidden=True)
 
     def tables(self):
         heads = [{"id": s.name, "parent_session_id": s.parent} for s in self.sessions()]

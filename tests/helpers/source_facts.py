@@ -75,6 +75,20 @@ def missing_fact(facts, text):
     return None
 
 
+def spelled(messages):
+    """Roles, reasoning, contents, names and arguments of messages as they are read, in order."""
+    return "\n".join(piece for message in messages for piece in _pieces(message))
+
+
+def _pieces(message):
+    yield "<|im_start|>" + message["role"]
+    yield message.get("reasoning_content", "")
+    yield message["content"] or ""
+    for call in message.get("tool_calls", ()):
+        yield call["function"]["name"]
+        yield call["function"]["arguments"]
+
+
 def normal(text):
     """As tokenizers normalise it."""
     return unicodedata.normalize("NFC", text)

@@ -13,21 +13,20 @@ import pytest
 from rollout_io.formats.detect import load_formats, recognize
 from rollout_io.formats.engines.archives import members_of, read_member
 from tests.conftest import EXAMPLES, ROOT
+from tests.helpers.conversation_writers import (
+    GOOSE_TABLES,
+    JSON,
+    OPENCODE_TABLES,
+    WRITERS,
+    log_of,
+    save_opencode,
+)
 from tests.helpers.structural_mutations import encoded
 from tests.helpers.verifiers_helpers import episode, trace
 from tests.rollout_io.formats.test_agent_programs import LOGS
 from tests.rollout_io.formats.test_cline import SECOND
 from tests.rollout_io.formats.test_fuzz import save_inline
 from tests.rollout_io.formats.test_prime_rl_annotations import SCORED, SHIPPED, TRAINED, update
-from tests.rollout_io.formats.test_source_is_kept import (
-    EXACT_FORMATS,
-    GOOSE_TABLES,
-    JSON,
-    OPENCODE_TABLES,
-    SYSTEM_IS_USER,
-    WRITERS,
-    save_opencode,
-)
 
 MAX_BYTES = 40_000
 DATA = ROOT / "tests" / "data"
@@ -100,18 +99,11 @@ def _nemo_rl_run(reward):
 def _save_made(folder):
     """Logs of formats of which only large or no real ones are at hand."""
     save_inline(folder)
-    gym = {"nemo_gym": EXACT_FORMATS["nemo_gym"]}
-    for number, (name, (write, file)) in enumerate((WRITERS | gym).items()):
+    for number, name in enumerate((*WRITERS, "nemo_gym")):
+        content, file = log_of(name, CONVERSATION)
         path = folder / f"{number}-{name.split(',')[0]}" / file
         path.parent.mkdir()
-        rename = {"system": "user"} if name in SYSTEM_IS_USER else {}
-        messages = [m | {"role": rename.get(m["role"], m["role"])} for m in CONVERSATION]
-        asked = [
-            m if "tool_calls" in m or m["role"] != "assistant" else m | {"tool_calls": []}
-            for m in messages
-        ]
-        text = write(asked)
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        path.write_bytes(content)
     rows = "".join(json.dumps(_gym_row(i)) + "\n" for i in range(3))
     (folder / "gym.jsonl").write_text(rows, encoding="utf-8")
     runs = {

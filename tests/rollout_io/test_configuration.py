@@ -22,7 +22,7 @@ RECORD = {"out": "shop/", "upstreams": ("http://127.0.0.1:8000",)}
         (RecordSettings, RECORD | {"on_full": "drop"}, "found 'drop'"),
     ],
 )
-def test_records_built_in_python_hold_to_their_annotations(record, values, said) -> None:
+def test_records_built_in_python_hold_to_their_annotations(record, values, said):
     with pytest.raises(ConfigError) as caught:
         record(**values)
     assert said in str(caught.value)

@@ -1,11 +1,8 @@
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 import pyarrow as pa
@@ -25,23 +22,23 @@ Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
+def dataset(tmp_path_factory):
     out = str(tmp_path_factory.mktemp("shop") / "ds")
     assert run(["convert", str(SHOP), "--rewards", str(SHOP_REWARDS), "--out", out]) == 0
     return out
 
 
-def shop_lines() -> list[dict[str, Any]]:
+def shop_lines():
     with SHOP.open(encoding="utf-8") as file:
         return [json.loads(line) for line in file]
 
 
-def write_lines(path: Path, records: list[dict[str, Any]]) -> str:
+def write_lines(path, records):
     path.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
     return str(path)
 
 
-def test_listing_the_formats_loads_no_polars() -> None:
+def test_listing_the_formats_loads_no_polars():
     code = "import sys; from rollout_io.cli.main import run; run(['formats']); print('polars' in sys.modules)"
     command = [sys.executable, "-c", code]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -49,7 +46,7 @@ def test_listing_the_formats_loads_no_polars() -> None:
     assert "claude_code" in found.stdout
 
 
-def test_help_loads_no_heavy_library() -> None:
+def test_help_loads_no_heavy_library():
     code = (
         "import sys; from rollout_io.cli.main import run; run(['--help']);"
         "print([m for m in ('torch', 'polars', 'pyarrow', 'numpy', 'transformers', 'msgspec', 'rich', "
@@ -62,7 +59,7 @@ def test_help_loads_no_heavy_library() -> None:
 
 
 @pytest.mark.slow
-def test_convert_and_drift_leave_pandas_alone_and_usable(tmp_path: Path) -> None:
+def test_convert_and_drift_leave_pandas_alone_and_usable(tmp_path):
     code = (
         "import sys\n"
         "from rollout_io.cli.main import run\n"
@@ -79,13 +76,13 @@ def test_convert_and_drift_leave_pandas_alone_and_usable(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
 
 
-def test_help_of_a_verb_ends_with_an_example(capsys: Capture) -> None:
+def test_help_of_a_verb_ends_with_an_example(capsys):
     for verb in ("convert", "validate", "stats", "filter", "merge", "drift", "export"):
         assert run([verb, "--help"]) == 0
         assert f"  rollouts {verb} " in capsys.readouterr().out
 
 
-def test_convert_says_what_it_read_and_what_comes_next(tmp_path: Path, capsys: Capture) -> None:
+def test_convert_says_what_it_read_and_what_comes_next(tmp_path, capsys):
     out = str(tmp_path / "ds")
     assert run(["convert", str(SHOP), "--rewards", str(SHOP_REWARDS), "--out", out]) == 0
     printed = capsys.readouterr()
@@ -95,7 +92,7 @@ def test_convert_says_what_it_read_and_what_comes_next(tmp_path: Path, capsys: C
     assert f"next: rollouts validate {out}" in printed.err
 
 
-def test_convert_counts_calls_failures_and_unknown_rewards(tmp_path: Path, capsys: Capture) -> None:
+def test_convert_counts_calls_failures_and_unknown_rewards(tmp_path, capsys):
     calls = [c for c in shop_lines() if c["session"].startswith("shop-1/")]
     calls.append(json.loads(json.dumps(calls[0])) | {"session": "shop-1/9"})
     choices = calls[-1]["response"]["choices"]
@@ -106,24 +103,13 @@ def test_convert_counts_calls_failures_and_unknown_rewards(tmp_path: Path, capsy
     rewards = write_lines(tmp_path / "rewards.jsonl", records)
     args = ["convert", logs, "--rewards", rewards, "--out", str(tmp_path / "ds"), "--json"]
     assert run(args) == 0
-    assert json.loads(capsys.readouterr().out) == {
+    found = json.loads(capsys.readouterr().out)
+    assert {name: value for name, value in found.items() if value} == {
         "format": "calls",
         "formats": {"calls": 5},
-        "num_left": 0,
-        "left": [],
-        "reasons": [],
         "num_records": len(calls),
         "num_written": len(calls),
-        "num_rejected": 0,
-        "num_duplicates": 0,
-        "num_retokenized": 0,
-        "num_restarted": 0,
         "num_exact": 5,
-        "num_compared": 0,
-        "notes": {},
-        "unread": {},
-        "was_done": False,
-        "num_resumed_chunks": 0,
         "num_calls": len(calls),
         "num_rows": len(calls) + 2,
         "num_trajectories": 6,
@@ -131,13 +117,11 @@ def test_convert_counts_calls_failures_and_unknown_rewards(tmp_path: Path, capsy
         "reward_mean": 0.5,
         "num_without_reward": 1,
         "num_failed": 1,
-        "num_without_logprobs": 0,
-        "num_first_zero": 0,
         "num_without_sampling": len(calls) + 1,
     }
 
 
-def test_convert_notes_in_the_files_how_they_were_made(tmp_path: Path, smollm2_dir: Path) -> None:
+def test_convert_notes_in_the_files_how_they_were_made(tmp_path, smollm2_dir):
     out = str(tmp_path / "ds")
     flags = ["--layout", "full", "--logprobs-mode", "raw", "--tokenizer", str(smollm2_dir)]
     assert run(["convert", str(SHOP), "--out", out, *flags]) == 0
@@ -149,86 +133,7 @@ def test_convert_notes_in_the_files_how_they_were_made(tmp_path: Path, smollm2_d
     assert "prompt_token_ids" in pq.read_schema(shard).names
 
 
-def cut_line(folder: Path) -> list[str]:
-    file = folder / "cut.jsonl"
-    file.write_bytes(SHOP.read_bytes()[:10_000])
-    return [str(file)]
-
-
-def missing_rewards(folder: Path) -> list[str]:
-    return [str(SHOP), "--rewards", str(folder / "nowhere.jsonl")]
-
-
-def two_last_steps(folder: Path) -> list[str]:
-    calls = shop_lines()
-    session = calls[5]["session"]
-    for call in calls:
-        call["final"] = call.get("final", False) or call["session"] == session
-    return [write_lines(folder / "calls.jsonl", calls)]
-
-
-def empty_prompt(folder: Path) -> list[str]:
-    calls = shop_lines()
-    calls[7]["response"]["prompt_token_ids"] = []
-    return [write_lines(folder / "calls.jsonl", calls)]
-
-
-def no_token_ids(folder: Path) -> list[str]:
-    calls = shop_lines()
-    for call in calls:
-        del call["response"]["prompt_token_ids"]
-    return [write_lines(folder / "calls.jsonl", calls)]
-
-
-def unknown_format(folder: Path) -> list[str]:
-    del folder
-    return [str(SHOP), "--format", "cals"]
-
-
-@pytest.mark.parametrize(
-    ("make", "rule", "says", "hints"),
-    [
-        (cut_line, "json_line", "{folder}/cut.jsonl:2: the line is cut off", "repair"),
-        (missing_rewards, "input_file", "cannot read {folder}/nowhere.jsonl: no such file", "ls"),
-        (two_last_steps, "boundary_alignment", "{folder}/calls.jsonl:", "instance/0"),
-        (
-            empty_prompt,
-            "nonempty_prompt",
-            "{folder}/calls.jsonl:8: the prompt has no tokens",
-            "source",
-        ),
-        (no_token_ids, "no_token_ids", "{folder}/calls.jsonl:1: ", '"return_token_ids": true'),
-        (
-            unknown_format,
-            "known_format",
-            "--format cals: the format is unknown",
-            "use --format calls",
-        ),
-    ],
-)
-def test_bad_input_is_one_message_with_a_hint_and_leaves_nothing(
-    make: Any, rule: str, says: str, hints: str, tmp_path: Path, capsys: Capture
-) -> None:
-    args, out = make(tmp_path), tmp_path / "ds"
-    assert run(["convert", *args, "--out", str(out)]) == 1
-    found = capsys.readouterr()
-    message, hint = found.err.rstrip("\n").split("\n")
-    assert message.startswith("Error: " + says.format(folder=tmp_path))
-    assert message.endswith(f" [{rule}]")
-    assert hint.startswith("Hint: ")
-    assert hints in hint
-    assert found.out == ""
-    assert not out.exists()
-
-
-def test_convert_refuses_to_write_over_a_dataset(dataset: str, capsys: Capture) -> None:
-    before = sorted(Path(dataset).iterdir())
-    assert run(["convert", str(SHOP), "--out", dataset]) == 1
-    assert "out_is_free" in capsys.readouterr().err
-    assert sorted(Path(dataset).iterdir()) == before
-
-
-def test_validate_of_a_good_dataset_exits_0(dataset: str, capsys: Capture) -> None:
+def test_validate_of_a_good_dataset_exits_0(dataset, capsys):
     assert run(["validate", dataset]) == 0
     printed = capsys.readouterr()
     audit = f"next: rollouts audit {dataset} --weights MODEL\n"
@@ -237,8 +142,8 @@ def test_validate_of_a_good_dataset_exits_0(dataset: str, capsys: Capture) -> No
 
 @pytest.mark.parametrize("columns", [[], ["rollout_logprobs"]])
 def test_validate_suggests_no_audit_of_rows_without_log_probabilities(
-    columns: list[str], dataset: str, tmp_path: Path, capsys: Capture
-) -> None:
+    columns, dataset, tmp_path, capsys
+):
     table = rollout_io.read(dataset).drop_columns("rollout_logprobs")
     for name in columns:
         table = table.append_column(name, pa.nulls(table.num_rows, pa.list_(pa.float32())))
@@ -248,7 +153,7 @@ def test_validate_suggests_no_audit_of_rows_without_log_probabilities(
 
 
 @pytest.fixture
-def broken(dataset: str, tmp_path: Path) -> str:
+def broken(dataset, tmp_path):
     table = rollout_io.read(dataset)
     rewards = [float("nan")] * 7 + table["reward"].to_pylist()[7:]
     table = table.drop_columns("reward").append_column("reward", pa.array(rewards, pa.float64()))
@@ -256,7 +161,7 @@ def broken(dataset: str, tmp_path: Path) -> str:
     return str(tmp_path / "broken.parquet")
 
 
-def test_validate_groups_breaches_by_rule_and_exits_1(broken: str, capsys: Capture) -> None:
+def test_validate_groups_breaches_by_rule_and_exits_1(broken, capsys):
     assert run(["validate", broken]) == 1
     printed = capsys.readouterr()
     assert printed.out.startswith(
@@ -268,9 +173,7 @@ def test_validate_groups_breaches_by_rule_and_exits_1(broken: str, capsys: Captu
     assert printed.err == f"{broken}: 7 errors, 0 warnings\n"
 
 
-def test_validate_counts_the_rows_of_each_shard(
-    broken: str, tmp_path: Path, capsys: Capture
-) -> None:
+def test_validate_counts_the_rows_of_each_shard(broken, tmp_path, capsys):
     table = pq.read_table(broken)
     cut = table["step_index"].to_pylist().index(0, 1)
     (tmp_path / "ds").mkdir()
@@ -286,7 +189,7 @@ def test_validate_counts_the_rows_of_each_shard(
     )
 
 
-def test_validate_lists_every_breach_in_json(broken: str, capsys: Capture) -> None:
+def test_validate_lists_every_breach_in_json(broken, capsys):
     assert run(["validate", broken, "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["ok"] is False
@@ -294,7 +197,7 @@ def test_validate_lists_every_breach_in_json(broken: str, capsys: Capture) -> No
     assert [(r["rule"], r["num_breaches"]) for r in report["rules"]] == [("reward_finite", 7)]
 
 
-def test_warnings_alone_exit_0(dataset: str, tmp_path: Path, capsys: Capture) -> None:
+def test_warnings_alone_exit_0(dataset, tmp_path, capsys):
     table = rollout_io.read(dataset)
     none = [[False] * len(mask) for mask in table["loss_mask"].to_pylist()]
     column = pa.array(none, pa.list_(pa.bool_()))
@@ -305,7 +208,7 @@ def test_warnings_alone_exit_0(dataset: str, tmp_path: Path, capsys: Capture) ->
     assert capsys.readouterr().out.startswith(f"{found}[mask_trains_something]\n")
 
 
-def test_inspect_shows_whole_trajectories_that_match(dataset: str, capsys: Capture) -> None:
+def test_inspect_shows_whole_trajectories_that_match(dataset, capsys):
     assert run(["inspect", dataset, "--where", "return > 0", "--limit", "2", "--json"]) == 0
     views = json.loads(capsys.readouterr().out)
     assert [v["trajectory_id"] for v in views] == ["shop-0_1", "shop-0_3"]
@@ -313,7 +216,7 @@ def test_inspect_shows_whole_trajectories_that_match(dataset: str, capsys: Captu
     assert [s["step_index"] for s in views[0]["steps"]] == [0, 1, 2, 3]
 
 
-def test_inspect_lists_the_ids_of_all_that_match(dataset: str, capsys: Capture) -> None:
+def test_inspect_lists_the_ids_of_all_that_match(dataset, capsys):
     arguments = ["inspect", dataset, "--where", "return > 0", "--ids-only", "--limit", "1"]
     assert run(arguments) == 0
     ids = capsys.readouterr().out.split()
@@ -323,9 +226,7 @@ def test_inspect_lists_the_ids_of_all_that_match(dataset: str, capsys: Capture) 
     assert json.loads(capsys.readouterr().out) == ids
 
 
-def test_inspect_counts_the_prompt_tokens_each_step_shares_with_the_one_before(
-    dataset: str, capsys: Capture
-) -> None:
+def test_inspect_counts_the_prompt_tokens_each_step_shares_with_the_one_before(dataset, capsys):
     assert run(["inspect", dataset, "--trajectory", "shop-0_1", "--json"]) == 0
     steps = json.loads(capsys.readouterr().out)[0]["steps"]
     assert [(s["num_shared_tokens"], s["num_new_tokens"]) for s in steps] == [
@@ -336,7 +237,7 @@ def test_inspect_counts_the_prompt_tokens_each_step_shares_with_the_one_before(
     ]
 
 
-def test_inspect_marks_what_trains_where_there_is_no_colour(dataset: str, capsys: Capture) -> None:
+def test_inspect_marks_what_trains_where_there_is_no_colour(dataset, capsys):
     assert run(["inspect", dataset, "--trajectory", "shop-1_0"]) == 0
     printed = capsys.readouterr()
     assert "[+ You're asked to calculate" in printed.out
@@ -345,9 +246,7 @@ def test_inspect_marks_what_trains_where_there_is_no_colour(dataset: str, capsys
     assert "1 of 1 trajectory shown" in printed.err
 
 
-def test_inspect_says_once_how_to_see_text(
-    dataset: str, smollm2_dir: Path, capsys: Capture
-) -> None:
+def test_inspect_says_once_how_to_see_text(dataset, smollm2_dir, capsys):
     note = "only logged text is shown"
     assert run(["inspect", dataset, "--limit", "2"]) == 0
     said = capsys.readouterr()
@@ -356,45 +255,13 @@ def test_inspect_says_once_how_to_see_text(
     assert note not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("args", "says", "hints"),
-    [
-        (["--where", "rewrd > 0"], "--where 'rewrd > 0': ", "did you mean reward?"),
-        (["--where", "CAST(reward AS DECIMAL(99, 2)) > 1"], "--where 'CAST(", "return > 0 AND"),
-        (["--where", "reward >"], "'reward >'", "reward > 0 AND"),
-        (["--where", "agent > 0"], "--where 'agent > 0'", "text in single quotes"),
-        (["--trajectory", "shop-0_7"], "--trajectory: ", "did you mean shop-0_"),
-        (["--tokenizer", "/nowhere"], "/nowhere", "model"),
-    ],
-)
-def test_inspect_explains_what_it_cannot_do(
-    args: list[str], says: str, hints: str, dataset: str, capsys: Capture
-) -> None:
-    assert run(["inspect", dataset, *args]) == 1
-    printed = capsys.readouterr()
-    assert printed.err.startswith(f"Error: {says}")
-    assert hints in printed.err
-    assert printed.out == ""
-
-
-def test_where_nothing_failed_no_trajectory_has_an_error(dataset: str, capsys: Capture) -> None:
+def test_where_nothing_failed_no_trajectory_has_an_error(dataset, capsys):
     assert run(["inspect", dataset, "--where", "error is not null"]) == 0
     assert "no trajectory matches: error is not null" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb", ["inspect", "validate", "export"])
-def test_a_path_without_a_dataset_is_a_clean_error(
-    verb: str, tmp_path: Path, capsys: Capture
-) -> None:
-    more = ["--format", "skyrl", "--out", str(tmp_path / "x.json")] if verb == "export" else []
-    assert run([verb, str(tmp_path / "nowhere"), *more]) == 1
-    assert "[dataset_exists]" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("verb", ["inspect", "export"])
-def test_a_parquet_file_of_another_kind_is_a_clean_error(
-    verb: str, tmp_path: Path, capsys: Capture
-) -> None:
+def test_a_parquet_file_of_another_kind_is_a_clean_error(verb, tmp_path, capsys):
     other = str(tmp_path / "other.parquet")
     pq.write_table(pa.table({"a": [1]}), other)
     more = ["--format", "skyrl", "--out", str(tmp_path / "x.json")] if verb == "export" else []
@@ -404,35 +271,10 @@ def test_a_parquet_file_of_another_kind_is_a_clean_error(
     assert f"Hint: run `rollouts validate {other}`" in said
 
 
-def test_export_writes_what_the_library_imports(dataset: str, tmp_path: Path) -> None:
-    out = tmp_path / "shop.json"
-    assert run(["export", dataset, "--format", "skyrl", "--out", str(out)]) == 0
-    table = rollout_io.read_generator_output(out)
-    assert table.num_rows == 205
-    assert table["response_ids"].equals(rollout_io.read(dataset)["response_ids"])
-
-
-def test_an_unknown_verb_names_the_nearest_and_exits_2(capsys: Capture) -> None:
-    assert run(["convrt"]) == 2
-    assert capsys.readouterr().err == (
-        "Error: rollouts: unknown verb 'convrt'. [usage]\nHint: did you mean convert?\n"
-    )
-
-
-def test_wrong_usage_exits_2(capsys: Capture) -> None:
-    assert run(["convert", str(SHOP)]) == 2
-    assert capsys.readouterr().err == (
-        "Error: rollouts convert: missing option --out. [usage]\n"
-        "Hint: pass --out DS (Directory of the new dataset)\n"
-    )
-
-
-def test_an_unexpected_error_is_one_line_and_exits_2(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_an_unexpected_error_is_one_line_and_exits_2(monkeypatch, capsys):
     from rollout_io.cli.validate import validate
 
-    def fail(**_: object) -> None:
+    def fail(**_):
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(validate, "callback", fail)
@@ -446,10 +288,10 @@ def test_an_unexpected_error_is_one_line_and_exits_2(
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_an_interrupt_exits_130(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_exits_130(monkeypatch):
     from rollout_io.cli.validate import validate
 
-    def interrupt(**_: object) -> None:
+    def interrupt(**_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(validate, "callback", interrupt)
@@ -457,7 +299,7 @@ def test_an_interrupt_exits_130(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_reader_that_leaves_early_is_no_error_message(dataset: str) -> None:
+def test_a_reader_that_leaves_early_is_no_error_message(dataset):
     command = [sys.executable, "-m", "rollout_io", "inspect", dataset, "--limit", "48"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -470,12 +312,12 @@ def test_a_reader_that_leaves_early_is_no_error_message(dataset: str) -> None:
     assert "Traceback" not in said
 
 
-def row(**fields: Any) -> dict[str, Any]:
+def row(**fields):
     ids = {"prompt_token_ids": [1, 2], "response_ids": [3, 4, 5], "loss_mask": [True, True, True]}
     return {"trajectory_id": "a_0", "step_index": 0} | ids | fields
 
 
-def test_a_view_tells_trained_masked_and_observed_tokens_apart() -> None:
+def test_a_view_tells_trained_masked_and_observed_tokens_apart():
     segments = [
         {"start": 0, "length": 1, "step_index": 0},
         {"start": 2, "length": 1, "step_index": 1},
@@ -488,7 +330,7 @@ def test_a_view_tells_trained_masked_and_observed_tokens_apart() -> None:
     assert "[+ 3 +][. 4 .][- 5 -]" in text
 
 
-def test_a_view_decodes_the_new_part_of_the_prompt_and_each_span() -> None:
+def test_a_view_decodes_the_new_part_of_the_prompt_and_each_span():
     rows = [
         row(),
         row(step_index=1, prompt_token_ids=[1, 2, 3, 4, 9], loss_mask=[True, True, False]),
@@ -499,7 +341,7 @@ def test_a_view_decodes_the_new_part_of_the_prompt_and_each_span() -> None:
     assert [s.text for s in view.steps[1].spans] == ["cd", "e"]
 
 
-def test_a_merged_row_shows_the_recorded_text_of_each_of_its_steps() -> None:
+def test_a_merged_row_shows_the_recorded_text_of_each_of_its_steps():
     segments = [
         {"start": 0, "length": 1, "step_index": 0, "response_text": "one"},
         {"start": 2, "length": 1, "step_index": 1, "response_text": "two"},
@@ -513,12 +355,12 @@ def test_a_merged_row_shows_the_recorded_text_of_each_of_its_steps() -> None:
     ]
 
 
-def test_a_failed_trajectory_shows_its_error() -> None:
+def test_a_failed_trajectory_shows_its_error():
     empty = row(prompt_token_ids=[], response_ids=[], loss_mask=[], error="no sandbox")
     assert "a_0  1 step  error: no sandbox" in render(view_trajectory([empty]), color=False)
 
 
-def test_a_picture_is_named_in_place_of_its_tokens_in_prompts_and_between_answers() -> None:
+def test_a_picture_is_named_in_place_of_its_tokens_in_prompts_and_between_answers():
     name = f"sha256:{'0' * 64}"
     entries = [{"sha256": name, "start": at, "length": 3} for at in (1, 7)]
     row = {"trajectory_id": "a_0", "step_index": 0, "prompt_token_ids": [1, 9, 9, 9, 2]}
@@ -531,20 +373,20 @@ def test_a_picture_is_named_in_place_of_its_tokens_in_prompts_and_between_answer
     assert [span.text for span in step.spans] == ["3", f"4{picture}", "5"]
 
 
-def test_colour_replaces_brackets_on_a_terminal() -> None:
+def test_colour_replaces_brackets_on_a_terminal():
     text = render(view_trajectory([row(response_text="hello")]), color=True)
     assert "\x1b[32mhello\x1b[0m" in text
     assert "[+" not in text
     assert "\x1b[32mtrained on\x1b[0m" in legend(color=True)
 
 
-def test_a_log_cannot_drive_the_terminal() -> None:
+def test_a_log_cannot_drive_the_terminal():
     view = view_trajectory([row(response_text="\x1b[2Jgone\x07", agent="main")])
     assert "\\x1b[2Jgone\\x07" in render(view, color=False)
 
 
 @pytest.mark.slow
-def test_a_polite_kill_exits_143_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_polite_kill_exits_143_and_leaves_nothing(tmp_path):
     out = tmp_path / "ds"
     command = [sys.executable, "-m", "rollout_io", "convert", "-", "--out", str(out)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE)
@@ -554,20 +396,3 @@ def test_a_polite_kill_exits_143_and_leaves_nothing(tmp_path: Path) -> None:
     assert process.wait() == 143
     process.communicate()
     assert not out.exists()
-
-
-@pytest.mark.parametrize("verb", ["stats", "inspect", "filter", "merge", "export"])
-def test_a_column_of_a_wrong_type_is_a_clean_error(
-    verb: str, dataset: str, tmp_path: Path, capsys: Capture
-) -> None:
-    pl.read_parquet(f"{dataset}/*.parquet").with_columns(reward=pl.lit("1")).write_parquet(
-        tmp_path / "odd.parquet"
-    )
-    out = [] if verb in {"stats", "inspect"} else ["--out", str(tmp_path / "new")]
-    more = {"filter": ["--drop-unknown"], "export": ["--format", "skyrl"]}.get(verb, [])
-    assert run([verb, str(tmp_path / "odd.parquet"), *out, *more]) == 1
-    said = capsys.readouterr()
-    assert "the column reward has type" in said.err
-    assert "expected double. [columns_and_types]" in said.err
-    assert said.out == ""
-    assert not (tmp_path / "new").exists()

@@ -1,6 +1,7 @@
 """Modules that each verb may import: on tiny data, a verb spends nearly all of its time on imports."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -20,37 +21,39 @@ HEAVY = (
 """Modules that no verb needs on a small local dataset, without a tokenizer or a terminal."""
 LIGHT = ("polars", "pyarrow", "numpy", "msgspec", "difflib", *HEAVY)
 """Modules that help does not need."""
-DATASET_VERBS = {
-    "validate": [],
-    "inspect": [],
-    "stats": [],
-    "stats --all": ["--all"],
-    "filter": ["--where", "reward >= 0", "--out", "OUT"],
-    "merge": ["--out", "OUT"],
-    "drift": [],
-    **{
-        f"export {name}": ["--format", name, "--out", "OUT"]
+DATASET_VERBS = [
+    ["validate"],
+    ["inspect"],
+    ["filter", "--where", "reward >= 0", "--out", "fewer"],
+    ["merge", "--out", "merged"],
+    ["merge", "--undo", "merged", "--out", "apart"],
+    ["drift"],
+    *(
+        ["export", "--format", name, "--out", name]
         for name in ("skyrl", "trl", "verl", "parquet", "sft", "sft_tokens", "dpo", "kto")
-    },
-}
+    ),
+    ["stats", "--all"],
+    ["stats"],
+]
 
 
-def in_new_process(code, arguments, names):
-    """Run a command by this code; return the last line that it prints, and its stderr."""
-    command = [sys.executable, "-c", code, " ".join(names), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1], done.stderr
-
-
-def imported(arguments, names):
-    """Return which of the modules a command imports in a new process."""
+def imported(folder, names, *commands):
+    """The modules that each command imports first, by command, one after the other in a process."""
     code = (
-        "import sys; from rollout_io.cli.main import run\n"
-        "assert run(sys.argv[2:]) == 0\n"
-        "print([name for name in sys.argv[1].split() if sys.modules.get(name)])"
+        "import json, sys; from rollout_io.cli.main import run\n"
+        "names, *commands = json.loads(sys.argv[1])\n"
+        "new, before = {}, set()\n"
+        "for command in commands:\n"
+        "    assert run(command) == 0, command\n"
+        "    new[' '.join(command)] = [n for n in names if n not in before and sys.modules.get(n)]\n"
+        "    before = {*sys.modules}\n"
+        "print(json.dumps({command: names for command, names in new.items() if names}))"
     )
-    return in_new_process(code, arguments, names)[0]
+    arguments = [sys.executable, "-c", code, json.dumps([names, *commands])]
+    how = {"cwd": folder, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "text": True}
+    done = subprocess.run(arguments, **how, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
@@ -60,29 +63,24 @@ def shop(tmp_path_factory):
     return out
 
 
-@pytest.mark.parametrize("name", DATASET_VERBS)
-def test_a_verb_on_a_dataset_imports_no_heavy_library(name, shop, tmp_path):
-    options = [str(tmp_path / "out") if o == "OUT" else o for o in DATASET_VERBS[name]]
-    drawn = "['rich']" if name == "stats" else "[]"  # it prints rich's tables
-    assert imported([name.split()[0], shop, *options], HEAVY) == drawn
-
-
-def test_unmerge_imports_no_heavy_library(shop, tmp_path):
-    merged = str(tmp_path / "merged")
-    assert run(["merge", shop, "--out", merged]) == 0
-    assert imported(["merge", "--undo", merged, "--out", str(tmp_path / "out")], HEAVY) == "[]"
+def test_a_verb_on_a_dataset_imports_no_heavy_library(shop, tmp_path):
+    commands = [
+        [verb, *([] if "--undo" in options else [shop]), *options]
+        for verb, *options in DATASET_VERBS
+    ]
+    drawn = {f"stats {shop}": ["rich"]}  # it prints rich's tables
+    assert imported(tmp_path, HEAVY, *commands) == drawn
 
 
 @pytest.mark.slow
 def test_convert_and_formats_import_no_heavy_library(tmp_path):
-    convert = ["convert", str(SHOP), "--rewards", str(SHOP_REWARDS), "--out", str(tmp_path / "out")]
-    for arguments in (convert, ["formats"], ["formats", str(SHOP)]):
-        assert imported(arguments, HEAVY) == "[]", arguments
+    convert = ["convert", str(SHOP), "--rewards", str(SHOP_REWARDS), "--out", "out"]
+    assert imported(tmp_path, HEAVY, ["formats"], ["formats", str(SHOP)], convert) == {}
 
 
-@pytest.mark.parametrize("verb", ["convert", "stats", "export", "view", "record", "plot", "train"])
-def test_the_help_of_a_verb_imports_no_library_but_click(verb):
-    assert imported([verb, "--help"], LIGHT) == "[]"
+def test_the_help_of_a_verb_imports_no_library_but_click(tmp_path):
+    verbs = ("convert", "stats", "export", "view", "record", "plot", "train")
+    assert imported(tmp_path, LIGHT, *([verb, "--help"] for verb in verbs)) == {}
 
 
 def imported_by_the_command(arguments, names):
@@ -92,7 +90,10 @@ def imported_by_the_command(arguments, names):
         "atexit.register(lambda: print([n for n in sys.argv[1].split() if n in sys.modules]))\n"
         "main(sys.argv[2:])"
     )
-    return in_new_process(code, arguments, names)
+    command = [sys.executable, "-c", code, " ".join(names), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1], done.stderr
 
 
 @pytest.mark.slow

@@ -43,7 +43,7 @@ TOLD = "stopping after the current micro-batch; press Ctrl-C again to end at onc
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
-def start(work: str) -> subprocess.Popen[str]:
+def start(work):
     """Start a process, and wait until it is at work."""
     process = subprocess.Popen(
         [sys.executable, "-c", BUSY.replace("{work}", work)],
@@ -58,9 +58,7 @@ def start(work: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("number", CODES)
-def test_a_signal_is_answered_at_once_and_one_a_second_later_ends_the_process(
-    number: signal.Signals,
-) -> None:
+def test_a_signal_is_answered_at_once_and_one_a_second_later_ends_the_process(number):
     with start(HASH.format(2**31 - 1)) as process:
         assert process.stderr is not None
         process.send_signal(number)
@@ -75,7 +73,7 @@ def test_a_signal_is_answered_at_once_and_one_a_second_later_ends_the_process(
 
 
 @pytest.mark.slow
-def test_the_computation_ends_and_then_the_verb_stops() -> None:
+def test_the_computation_ends_and_then_the_verb_stops():
     with start(HASH.format(4_000_000)) as process:
         assert process.stdout is not None
         process.send_signal(signal.SIGINT)
@@ -84,7 +82,7 @@ def test_the_computation_ends_and_then_the_verb_stops() -> None:
     assert err == TOLD + "stopped: run it again\n"
 
 
-def test_a_verb_that_stops_at_once_says_only_how_to_resume() -> None:
+def test_a_verb_that_stops_at_once_says_only_how_to_resume():
     with start("time.sleep(60)") as process:
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=20) == ("", "stopped: run it again\n")

@@ -104,6 +104,7 @@ COMMANDS = [
     ("convert LOG -o new --chat-template x", 1, "tokenizer", ["needs a tokenizer", "--tokenizer"]),
     ("convert LOG -o new --tokenizer nowhere", 1, "tokenizer", ["nowhere", "hf download"]),
     ("inspect DS --tokenizer nowhere", 1, "tokenizer", ["nowhere", "hf download"]),
+    ("inspect DS --tokenizer /nowhere/model", 1, "tokenizer", ["/nowhere/model", "not exist"]),
     ("drift DS --tokenizer nowhere", 1, "tokenizer", ["nowhere", "hf download"]),
     ("view DS --tokenizer nowhere", 1, "tokenizer", ["nowhere", "hf download"]),
     # columns, conditions, ids, metrics

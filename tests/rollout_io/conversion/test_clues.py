@@ -29,11 +29,11 @@ OUTPUT = {
 class Bomb:
     """Code that runs when a pickle is loaded."""
 
-    def __reduce__(self) -> tuple[object, tuple[str]]:
+    def __reduce__(self):
         return Path.touch, (Path("exploded"),)  # type: ignore[return-value]
 
 
-def refused(capsys: pytest.CaptureFixture[str], path: Path, *options: str) -> str:
+def refused(capsys, path, *options):
     """The message for an input."""
     assert run(["convert", str(path), "--out", "out", *options]) == 1
     assert not Path("out").exists()
@@ -41,15 +41,13 @@ def refused(capsys: pytest.CaptureFixture[str], path: Path, *options: str) -> st
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 @pytest.mark.parametrize("options", [(), ("--format", "skyrl"), ("--on-error", "skip")])
-def test_a_pickle_is_never_loaded_and_the_hint_is_code_that_runs(
-    protocol: int, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pickle_is_never_loaded_and_the_hint_is_code_that_runs(protocol, options, capsys):
     Path("a.pkl").write_bytes(pickle.dumps([OUTPUT, Bomb()], protocol))
     message = refused(capsys, Path("a.pkl"), *options)
     assert "a.pkl: the file is a pickle, which could run code, so it is never loaded. [pickle]" in (
@@ -62,15 +60,13 @@ def test_a_pickle_is_never_loaded_and_the_hint_is_code_that_runs(
     assert rollout_io.scan("rollouts/").collect()["reward"].to_list() == [1.0, 0.0]
 
 
-def test_a_compressed_pickle_is_one_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_compressed_pickle_is_one_too(capsys):
     Path("a.pkl.gz").write_bytes(gzip.compress(pickle.dumps(OUTPUT)))
     assert "a.pkl.gz: the file is a pickle" in refused(capsys, Path("a.pkl.gz"))
 
 
 @pytest.mark.parametrize("is_zip", [True, False])
-def test_a_file_of_torch_save_that_is_not_slimes_is_a_pickle(
-    *, is_zip: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_of_torch_save_that_is_not_slimes_is_a_pickle(*, is_zip, capsys):
     torch.save({"a": torch.ones(3)}, "a.pt", _use_new_zipfile_serialization=is_zip)
     message = refused(capsys, Path("a.pt"))
     assert "never loaded. [pickle]" in message
@@ -78,7 +74,7 @@ def test_a_file_of_torch_save_that_is_not_slimes_is_a_pickle(
     assert CODE in message
 
 
-def test_a_directory_of_pickles_gets_the_same_hint(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_of_pickles_gets_the_same_hint(capsys):
     Path("dumps").mkdir()
     Path("dumps/a.pkl").write_bytes(pickle.dumps(OUTPUT))
     message = refused(capsys, Path("dumps"))
@@ -87,17 +83,13 @@ def test_a_directory_of_pickles_gets_the_same_hint(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("options", [(), ("--format", "calls")])
-def test_an_empty_file_is_called_empty(
-    options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_empty_file_is_called_empty(options, capsys):
     Path("calls.jsonl").touch()
     message = refused(capsys, Path("calls.jsonl"), *options)
     assert message.startswith("Error: calls.jsonl: the file is empty. [input_file]\n")
 
 
-def test_the_configuration_of_a_harbor_trial_leads_to_its_directory(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_configuration_of_a_harbor_trial_leads_to_its_directory(capsys):
     message = refused(capsys, TRIAL / "config.json")
     assert "the file is the configuration of a Harbor trial, not its result. [harbor_input]" in (
         message
@@ -106,16 +98,12 @@ def test_the_configuration_of_a_harbor_trial_leads_to_its_directory(
     assert run(["convert", str(TRIAL), "--out", "out"]) == 0
 
 
-def test_the_configuration_of_a_harbor_job_leads_to_its_directory(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_configuration_of_a_harbor_job_leads_to_its_directory(capsys):
     Path("config.json").write_text(json.dumps({"job_name": "sums", "jobs_dir": "jobs"}))
     assert "Hint: pass the job directory (./)" in refused(capsys, Path("config.json"))
 
 
-def test_the_result_of_a_harbor_job_without_its_trials_leads_to_the_job(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_result_of_a_harbor_job_without_its_trials_leads_to_the_job(capsys):
     shutil.copy(TRIAL.parent / "result.json", "result.json")
     message = refused(capsys, Path("result.json"))
     assert "the file is the result of a job, but its directory contains no trials" in message
@@ -135,9 +123,7 @@ LINES = {
 @pytest.mark.parametrize(
     ("name", "key"), [(name, key) for name, line in LINES.items() for key in line]
 )
-def test_a_line_that_lacks_one_key_leads_to_its_format(
-    name: str, key: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_line_that_lacks_one_key_leads_to_its_format(name, key, capsys):
     line = LINES[name]
     for misspelt in (key[:-1] + key[-1] * 2, None):
         renamed = {misspelt if k == key else k: v for k, v in line.items()}
@@ -151,9 +137,7 @@ def test_a_line_that_lacks_one_key_leads_to_its_format(
     assert find_adapter(name).recognizes(Start(Path("log.jsonl")))
 
 
-def test_a_file_or_dataset_with_a_similar_name_is_suggested(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_file_or_dataset_with_a_similar_name_is_suggested(capsys):
     Path("logs").mkdir()
     Path("logs/calls.jsonl").touch()
     assert "Hint: did you mean logs/calls.jsonl?\n" in refused(capsys, Path("logs/cals.jsonl"))
@@ -166,14 +150,12 @@ def test_a_file_or_dataset_with_a_similar_name_is_suggested(
         assert f"Hint: {hint}" in capsys.readouterr().err
 
 
-def test_other_content_is_still_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_content_is_still_unknown(capsys):
     Path("notes.md").write_text("# Notes\n")
     assert "notes.md: the format is not recognized" in refused(capsys, Path("notes.md"))
 
 
-def test_rewards_of_more_than_the_log_are_skipped_as_the_hint_says(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_rewards_of_more_than_the_log_are_skipped_as_the_hint_says(capsys):
     lines = (EXAMPLES / "shop.calls.jsonl").read_text().splitlines(keepends=True)
     Path("part.jsonl").write_text("".join(lines[:8]))
     rewards = ("--rewards", str(EXAMPLES / "shop.rewards.jsonl"))

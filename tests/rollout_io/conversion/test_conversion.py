@@ -14,9 +14,7 @@ import pytest
 import rollout_io
 from rollout_io import convert
 from rollout_io.cli.main import run
-from rollout_io.conversion.plan import chunk_size, size_of
 from rollout_io.conversion.settings import Keywords
-from rollout_io.formats.base import Input
 from schemas import check
 from tests.conftest import ROOT
 from tests.helpers.conversion_helpers import (
@@ -61,18 +59,6 @@ def test_the_size_of_chunks_changes_files_but_not_the_table(chunk_bytes, tmp_pat
     )
     assert len(list((tmp_path / "cut").glob("*.parquet"))) > 1
     assert check(cut).filter(severity="error").is_empty()
-
-
-@pytest.mark.parametrize(
-    ("num_mib", "size_mib"), [(0, 32), (100, 32), (512, 32), (1600, 100), (2048, 128), (9000, 128)]
-)
-def test_a_log_is_cut_into_sixteen_chunks_of_32_to_128_mib(num_mib, size_mib, tmp_path):
-    log = tmp_path / "log"
-    log.mkdir()
-    for half in ("a", "b"):
-        with (log / half).open("wb") as file:
-            file.truncate(num_mib << 19)  # takes no space
-    assert chunk_size(size_of([Input("log", log)])) == size_mib << 20
 
 
 def test_a_column_that_only_one_chunk_has_is_null_elsewhere(tmp_path):

@@ -297,26 +297,6 @@ def test_progress_counts_each_byte_twice_and_each_row_once(workers, tmp_path):
     assert sum(num_rows for _, num_rows in seen) == 205
 
 
-def test_files_of_no_format_in_a_directory_are_left_or_with_strict_put_aside_whole(tmp_path):
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "a.jsonl").write_bytes(SHOP.read_bytes())
-    (tmp_path / "logs" / "README.md").write_text("# notes\nof several\nlines\n")
-    with pytest.raises(RolloutError, match=r".*README\.md.*\[known_format\]"):
-        rollout_io.convert(tmp_path / "logs", tmp_path / "ds", strict=True)
-    choices = Keywords(on_error="skip", strict=True)
-    done = rollout_io.convert(tmp_path / "logs", tmp_path / "ds", **choices)
-    assert (done.summary.num_records, done.summary.num_rejected) == (206, 1)
-    done = rollout_io.convert(tmp_path / "logs", tmp_path / "left", on_error="skip")
-    assert (done.summary.num_records, len(done.left)) == (205, 1)
-
-
-def test_the_dataset_inside_the_directory_of_logs_is_no_log(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(SHOP.read_bytes())
-    first = rollout_io.convert(tmp_path, tmp_path / "ds")
-    again = rollout_io.convert(tmp_path, tmp_path / "ds")
-    assert (first.summary.num_records, again.was_done) == (205, True)
-
-
 @pytest.mark.parametrize(
     "call",
     [

@@ -10,7 +10,7 @@ from rollout_io import convert, read_log, read_metadata
 from rollout_io.cli.main import run
 from rollout_io.conversion.settings import Keywords
 from schemas.errors import RolloutError
-from tests.helpers.conversion_helpers import REWARDS, SHOP, call, refusal, rejected_in, write
+from tests.helpers.conversion_helpers import call, refusal, rejected_in, write
 
 TEMPLATE = "chatml_tools_thinking"
 ANSWERS = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
@@ -92,13 +92,6 @@ def test_a_foreign_file_is_an_error_or_a_rejected_record_only_with_strict(tmp_pa
         read_log(logs, strict=True)
 
 
-def test_a_file_of_no_format_that_is_named_is_an_error(tmp_path):
-    log = write(tmp_path / "a.jsonl", call("a/0"))
-    (tmp_path / "README.md").write_text("# Notes")
-    error = refusal([log, tmp_path / "README.md"], tmp_path / "ds")
-    assert (error.rule, error.where) == ("known_format", str(tmp_path / "README.md"))
-
-
 def test_a_damaged_log_of_a_known_format_stays_an_error(tmp_path):
     logs = tmp_path / "logs"
     write(logs / "a.jsonl", call("a/0"), b'{"session": "b/')
@@ -113,15 +106,6 @@ def test_a_directory_without_a_log_is_an_error_that_names_it(tmp_path):
     error = refusal(tmp_path / "logs", tmp_path / "ds")
     assert (error.rule, error.where) == ("known_format", str(tmp_path / "logs"))
     assert "(found 2 files, the first is " in error.sentence
-
-
-def test_the_rewards_inside_the_directory_are_no_log_and_are_not_left(tmp_path):
-    for path in (SHOP, REWARDS):
-        shutil.copy(path, tmp_path)
-    choices = Keywords(rewards=str(tmp_path / REWARDS.name))
-    done = convert(tmp_path, tmp_path / "ds", **choices)
-    assert (done.left, done.summary.num_without_reward) == ([], 0)
-    assert convert(tmp_path, tmp_path / "ds", **choices).was_done
 
 
 def test_two_formats_that_claim_one_run_are_an_error_that_names_both(tmp_path):

@@ -1,4 +1,4 @@
-"""Pictures in the tokens of Qwen's vision models: real vocabulary, real chat templates."""
+"""Pictures in the tokens of Qwen's vision models: real tokens, real chat templates."""
 
 import json
 
@@ -55,7 +55,7 @@ def as_the_template_takes_it(message):
 def converted(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     (folder / "tokenizer").mkdir()
-    directory = save_qwen3(folder / "tokenizer", chat_template_of(request.param))
+    directory = save_qwen3(folder / "tokenizer", chat_template_of(request.param), 15_000)
     lines = [{"id": f"s{i}", "messages": messages} for i, messages in enumerate(SEEN)]
     log = write(folder / "chat.jsonl", *lines)
     # Templates for chats without tools drop calls: such a run is refused by name.

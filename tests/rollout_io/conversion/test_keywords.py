@@ -1,9 +1,6 @@
 """The keywords of `convert` and `read_log`: what the command takes, from Python."""
 
-from __future__ import annotations
-
 import inspect
-from pathlib import Path
 
 import click
 import pytest
@@ -18,18 +15,18 @@ SHOP, REWARDS = EXAMPLES / "shop.calls.jsonl", EXAMPLES / "shop.rewards.jsonl"
 OF_THE_COMMAND = {"inputs", "out", "workers", "engine", "redacts", "as_json"}
 
 
-def test_the_command_and_python_take_the_same_options() -> None:
+def test_the_command_and_python_take_the_same_options():
     names = {param.name for param in command.params if not param.is_eager}
     assert names - OF_THE_COMMAND == set(Keywords.__annotations__)
 
 
-def test_no_public_function_takes_an_object_of_choices() -> None:
+def test_no_public_function_takes_an_object_of_choices():
     assert not hasattr(rollout_io, "Choices")
     for function in (rollout_io.convert, rollout_io.read_log):
         assert "choices" not in inspect.signature(function).parameters
 
 
-def test_paths_and_texts_are_taken_alike(tmp_path: Path) -> None:
+def test_paths_and_texts_are_taken_alike(tmp_path):
     by_path = rollout_io.read_log(SHOP, rewards=REWARDS)
     assert by_path.equals(rollout_io.read_log([str(SHOP)], rewards=str(REWARDS)))
     log = tmp_path / "own.jsonl"
@@ -40,12 +37,12 @@ def test_paths_and_texts_are_taken_alike(tmp_path: Path) -> None:
             rollout_io.read_log(log, group_by=labels)
 
 
-def test_a_mapping_and_another_format_are_refused() -> None:
+def test_a_mapping_and_another_format_are_refused():
     with pytest.raises(ConfigError) as caught:
         rollout_io.read_log(SHOP, map={"response": "response"}, format="traces")
     assert (caught.value.where, caught.value.hint) == ("--map", "omit --format")
 
 
-def test_an_option_of_the_command_is_declared_once() -> None:
+def test_an_option_of_the_command_is_declared_once():
     assert isinstance(command, click.Command)
     assert len({param.name for param in command.params}) == len(command.params)

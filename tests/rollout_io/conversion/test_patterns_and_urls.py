@@ -1,9 +1,6 @@
 """Inputs that are named by a pattern, or lie on a remote filesystem."""
 
 import gzip
-import threading
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import fsspec
 import pytest
@@ -11,7 +8,6 @@ import pytest
 import rollout_io
 from rollout_io import convert
 from rollout_io.cli.main import run
-from rollout_io.conversion.settings import Keywords
 from tests.helpers.conversion_helpers import call, refusal, write
 
 
@@ -82,34 +78,6 @@ def test_urls_are_files_directories_and_patterns_packed_or_not(logs, tmp_path):
     assert rollout_io.read(tmp_path / "one")["source"].to_pylist() == [f"{url}/a.jsonl.gz:1"]
     for missing in (f"{url}/none.jsonl", f"{url}/*.none"):
         assert refusal(missing, tmp_path / "ds").rule == "input_file"
-
-
-def test_rewards_may_be_a_url(logs, tmp_path):
-    line = b'{"session": "a/0", "reward": 0.5}'
-    fsspec.filesystem("memory").pipe(f"/{tmp_path.name}/rewards.jsonl", line)
-    choices = Keywords(rewards=f"memory://{tmp_path.name}/rewards.jsonl")
-    convert(logs / "a10.jsonl", tmp_path / "ds", **choices)
-    assert rollout_io.read(tmp_path / "ds")["reward"].to_pylist() == [0.5]
-
-
-class _Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *_):
-        pass
-
-
-def test_a_log_is_read_from_a_web_server(logs, tmp_path):
-    pytest.importorskip("aiohttp")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=logs))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_port}"
-    try:
-        convert(f"{url}/a9.jsonl?raw=1", tmp_path / "ds")
-        error = refusal(f"{url}/none.jsonl", tmp_path / "no")
-    finally:
-        server.shutdown()
-        server.server_close()
-    assert instances(tmp_path / "ds") == ["b"]
-    assert (error.rule, error.where) == ("input_file", f"{url}/none.jsonl")
 
 
 def test_a_filesystem_whose_package_is_missing_names_it(tmp_path, monkeypatch):

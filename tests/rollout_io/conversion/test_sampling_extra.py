@@ -2,16 +2,12 @@
 
 import json
 from dataclasses import replace
-from typing import Any, Self
 
 import polars as pl
-import pyarrow as pa
 import pytest
 
 import pipelines
 import rollout_io
-from pipelines.generation.agents import Client
-from pipelines.generation.engines.base import Sampling
 from rollout_io.cli.main import run as main
 from rollout_io.formats.parsing.sampling import sampling_extra
 from tests.helpers import generation_helpers as helpers
@@ -69,7 +65,7 @@ def test_fields_that_change_nothing_are_not_told():
     assert sampling_extra(HARMLESS) is None
 
 
-def line(number: int, **request: object) -> str:
+def line(number, **request):
     call = {
         "session": "a/0",
         "time": number,
@@ -101,7 +97,7 @@ def test_what_a_logged_call_was_sampled_with_reaches_its_row_and_keeps_it_from_b
 
 @pytest.fixture
 def convert(tmp_path):
-    def made(lines: list[str], name: str = "log") -> pa.Table:
+    def made(lines, name="log"):
         log, out = tmp_path / f"{name}.jsonl", tmp_path / name
         log.write_text("\n".join(lines) + "\n")
         assert main(["convert", str(log), "--format", "calls", "--out", str(out)]) == 0
@@ -113,20 +109,20 @@ def convert(tmp_path):
 class Taking:
     """An engine that takes any further fields, as vLLM does."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine):
         self._engine, self.logprobs_mode = engine, engine.logprobs_mode
 
-    async def __aenter__(self) -> Self:
+    async def __aenter__(self):
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, *_):
         pass
 
-    async def sample(self, ids: Any, sampling: Sampling, *, session: Any) -> Any:
+    async def sample(self, ids, sampling, *, session):
         return await self._engine.sample(ids, replace(sampling, extra={}), session=session)
 
 
-async def biased(client: Client, _: object) -> float:
+async def biased(client, _):
     await client.sample([1, 2])
     await client.sample([1, 2, 3], min_p=0.25)
     await client.sample([1, 2, 3, 4], extra={"logit_bias": {"7": 5.0}, "ignore_eos": True})

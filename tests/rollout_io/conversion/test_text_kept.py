@@ -35,16 +35,24 @@ def keeps_all(smollm2_dir):
     return load_tokenizer(smollm2_dir, "chatml_tools_thinking")
 
 
+def template(folder, text, condition=""):
+    """A chat template that renders messages in this way, as a file."""
+    file = folder / "template.jinja"
+    file.write_text(
+        f"{{% for m in messages {condition} %}}{text}<|im_end|>\n{{% endfor %}}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    return str(file)
+
+
+PLAIN = "<|im_start|>{{ m.role }}\n{{ m.content }}"
+
+
 @pytest.fixture
 def names_only(smollm2_dir, tmp_path):
     """Renders the name of the first call alone."""
-    file = tmp_path / "names.jinja"
-    file.write_text(
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-        "{% if m.tool_calls %}[{{ m.tool_calls[0].function.name }}]{% endif %}<|im_end|>\n"
-        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    return load_tokenizer(smollm2_dir, str(file))
+    name = "{% if m.tool_calls %}[{{ m.tool_calls[0].function.name }}]{% endif %}"
+    return load_tokenizer(smollm2_dir, template(tmp_path, PLAIN + name))
 
 
 def refusal(messages, tokenizer, **keywords):
@@ -88,43 +96,30 @@ def test_what_a_prompt_lacks_is_named_too(smol, smollm2_dir, tmp_path):
     shown = [USER, said("", call("ls", path="/")), {"role": "tool", "content": "x"}]
     error = refusal([*shown, said("a")], smol, num_given=3)
     assert ("name 'ls'" in error.got, error.where) == (True, "a:1, message 1")
-    file = tmp_path / "no_system.jinja"
-    file.write_text(
-        "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
+    file = template(tmp_path, PLAIN, "if m.role != 'system'")
     system = {"role": "system", "content": "Be brief."}
-    error = refusal([system, USER, said("a")], load_tokenizer(smollm2_dir, str(file)))
+    error = refusal([system, USER, said("a")], load_tokenizer(smollm2_dir, file))
     assert "the system message's text 'Be brief.'" in error.got
 
 
-@pytest.mark.slow
-def test_a_tool_message_that_is_rendered_as_a_users_is_named(smollm2_dir, tmp_path):
-    file = tmp_path / "users.jinja"
-    file.write_text(
-        "{% for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n"
-        "{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    chat = [USER, said("a"), {"role": "tool", "content": "x"}, said("b")]
-    error = refusal(chat, load_tokenizer(smollm2_dir, str(file)))
-    assert ("role of a tool message" in error.got, error.where) == (True, "a:1, message 2")
-
-
-@pytest.mark.parametrize("result", ["stripes", USER["content"]])
-def test_a_tool_message_without_its_text_is_named(result, smollm2_dir, tmp_path):
-    file = tmp_path / "silent.jinja"
-    file.write_text(
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-        "{{ m.content if m.role != 'tool' }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
+@pytest.mark.parametrize(
+    ("text", "result", "part"),
+    [
+        (PLAIN.replace("m.role", "'user' if m.role == 'tool' else m.role"), "x", "role of a tool"),
+        *(
+            (PLAIN.replace("m.content", "m.content if m.role != 'tool'"), text, f"text '{text}'")
+            for text in ("stripes", USER["content"])
+        ),
+        (PLAIN.replace("m.content", "m.content[:m.role | length]"), "stripes", "text 'stripes'"),
+    ],
+)
+def test_a_tool_message_without_its_role_or_its_text_is_named(
+    text, result, part, smollm2_dir, tmp_path
+):
+    tokenizer = load_tokenizer(smollm2_dir, template(tmp_path, text))
     chat = [USER, said("a"), {"role": "tool", "content": result}, said("b")]
-    error = refusal(chat, load_tokenizer(smollm2_dir, str(file)))
-    assert (f"the tool message's text '{result}'" in error.got, error.where) == (
-        True,
-        "a:1, message 2",
-    )
+    error = refusal(chat, tokenizer)
+    assert (part in error.got, error.where) == (True, "a:1, message 2")
 
 
 def test_the_bundled_template_keeps_every_part(keeps_all):

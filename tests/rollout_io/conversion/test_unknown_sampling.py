@@ -1,8 +1,6 @@
 """A conversion counts the rows whose requests left the sampling to the engine's defaults."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,12 +23,7 @@ FULL = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
         ([FULL, FULL], None),
     ],
 )
-def test_rows_without_recorded_sampling_are_noted_with_their_count(
-    fields: list[dict[str, Any]],
-    said: str | None,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_rows_without_recorded_sampling_are_noted_with_their_count(fields, said, tmp_path, capfd):
     log = tmp_path / "x.calls.jsonl"
     calls = [
         {"session": f"a/{i}", "request": {"messages": []} | given, "response": RESPONSE}

@@ -23,7 +23,7 @@ from schemas.strategies import broken_tables, rollout_tables
 from schemas.types import cast_table
 from tests.helpers.examples import examples
 from tests.helpers.refusals import refused
-from tests.helpers.table_helpers import STEPS, seen_tokens, write_example
+from tests.helpers.table_helpers import STEPS, write_example
 
 relaxed = settings(
     deadline=None, suppress_health_check=list(HealthCheck), max_examples=examples(40)
@@ -96,24 +96,6 @@ def test_shards_with_nullable_and_non_nullable_elements_form_one_dataset(is_old_
 @relaxed
 def test_decoding_the_prefix_columns_gives_the_prompts_back(table):
     assert decode_prefixes(encode_prefixes(table)).equals(table)
-
-
-@given(rollout_tables(min_trajectories=1))
-@relaxed
-def test_a_parent_is_the_latest_of_those_that_share_most(table):
-    rows = encode_prefixes(table).to_pylist()
-    full = table.to_pylist()
-    for i, row in enumerate(full):
-        shared = []
-        prompt = seen_tokens(row)[: len(row["prompt_token_ids"])]
-        for j in range(i - row["step_index"], i):
-            tokens = seen_tokens(full[j])
-            pairs = zip(tokens, prompt, strict=False)
-            differs = (n for n, (a, b) in enumerate(pairs) if a != b)
-            shared.append(next(differs, min(len(tokens), len(prompt))))
-        best = max(shared, default=0)
-        wanted = max((j for j, n in enumerate(shared) if n == best), default=None) if best else None
-        assert (rows[i]["parent_step_index"], rows[i]["prefix_length"]) == (wanted, best)
 
 
 @pytest.mark.slow
@@ -236,13 +218,6 @@ def test_to_hf_gives_the_logical_table(tmp_path, layout):
     assert dataset[0]["metrics"] == [{"key": "k", "value": 1.0}]
 
 
-def test_the_full_layout_is_plain_parquet_for_any_reader(tmp_path):
-    with RolloutWriter(tmp_path / "ds", layout="full") as writer:
-        writer.write(pa.table(STEPS))
-    frame = pl.read_parquet(tmp_path / "ds" / "*.parquet")
-    assert frame["prompt_token_ids"].to_list() == [[1, 2], [1, 2, 3, 9]]
-
-
 def test_datasets_live_on_any_fsspec_filesystem_under_a_glob_or_as_one_file():
     url = "memory://bucket/run"
     with RolloutWriter(url) as writer:
@@ -361,15 +336,6 @@ def test_a_writer_that_failed_refuses_to_go_on_and_leaves_nothing(tmp_path):
     with pytest.raises(RolloutError, match="writer_is_open"):
         writer.close()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_of_two_writers_without_append_the_second_is_refused(tmp_path):
-    first = RolloutWriter(tmp_path / "ds")
-    first.write(pa.table(STEPS))
-    with pytest.raises(RolloutError, match="out_is_free"):
-        RolloutWriter(tmp_path / "ds")
-    first.close()
-    assert [p.name for p in (tmp_path / "ds").iterdir()] == ["part-00000.parquet"]
 
 
 def test_a_table_without_rows_keeps_its_columns(tmp_path):

@@ -1,9 +1,5 @@
 """Rollout tables as Hugging Face datasets, and back."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import datasets
 import pytest
 from hypothesis import given, settings
@@ -13,20 +9,19 @@ from rollout_io import RolloutWriter, from_hf, scan, to_hf
 from schemas import check
 from schemas.errors import InputError
 from schemas.strategies import OPTIONAL_COLUMNS, rollout_tables
+from tests.helpers.examples import examples
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=examples(24))
 @given(rollout_tables(min_trajectories=1, optional=OPTIONAL_COLUMNS, pictures=False))
-def test_any_table_survives_a_dataset_and_a_stream(table) -> None:
+def test_any_table_survives_a_dataset_and_a_stream(table):
     for streaming in (False, True):
         again = from_hf(to_hf(table, streaming=streaming)).collect()
         assert check(again).equals(check(table))
         assert again.to_dicts() == from_hf(to_hf(again)).collect().to_dicts()
 
 
-def test_a_dataset_survives_both_ways_and_can_be_written_again(
-    shop_dataset: Path, tmp_path: Path
-) -> None:
+def test_a_dataset_survives_both_ways_and_can_be_written_again(shop_dataset, tmp_path):
     steps = scan(shop_dataset).collect()
     for streaming in (False, True):
         assert from_hf(to_hf(shop_dataset, streaming=streaming)).collect().equals(steps)
@@ -35,9 +30,7 @@ def test_a_dataset_survives_both_ways_and_can_be_written_again(
     assert scan(tmp_path / "again").collect().equals(steps)
 
 
-def test_a_stream_reads_only_what_is_taken_and_has_a_shard_per_piece(
-    shop_dataset: Path, tmp_path: Path
-) -> None:
+def test_a_stream_reads_only_what_is_taken_and_has_a_shard_per_piece(shop_dataset, tmp_path):
     table = rollout_io.read(shop_dataset)
     ends = [i + 1 for i, last in enumerate(table.column("is_last_step").to_pylist()) if last][:2]
     for name, begin, end in (("a", 0, ends[0]), ("b", ends[0], ends[1])):
@@ -49,8 +42,8 @@ def test_a_stream_reads_only_what_is_taken_and_has_a_shard_per_piece(
     assert sum(1 for _ in stream) == ends[1]
 
 
-def test_lazy_frames_of_streams_read_no_more_than_the_head(shop_dataset: Path) -> None:
-    numbers: list[int] = []
+def test_lazy_frames_of_streams_read_no_more_than_the_head(shop_dataset):
+    numbers = []
     stream = to_hf(shop_dataset, streaming=True)
     counted = stream.map(
         lambda row, i: numbers.append(i) or row, with_indices=True, features=stream.features
@@ -59,7 +52,7 @@ def test_lazy_frames_of_streams_read_no_more_than_the_head(shop_dataset: Path) -
     assert 0 < len(numbers) <= 205
 
 
-def test_several_splits_are_refused_with_their_names(shop_dataset: Path) -> None:
+def test_several_splits_are_refused_with_their_names(shop_dataset):
     splits = datasets.DatasetDict(train=to_hf(shop_dataset), test=to_hf(shop_dataset))
     with pytest.raises(InputError, match=r"the splits train, test") as caught:
         from_hf(splits)

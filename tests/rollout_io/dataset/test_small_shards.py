@@ -14,7 +14,7 @@ from rollout_io.dataset.reader import iter_tables, stored_tables
 from schemas.checker import Checker
 from tests.helpers.table_helpers import STEPS
 
-NUM = 60
+NUM = 20
 
 
 def trajectory(index):
@@ -55,7 +55,7 @@ def dataset(written, tmp_path):
     return shutil.copytree(written, tmp_path / "ds")
 
 
-@pytest.mark.parametrize("place", [0, 1, 31, NUM - 1])
+@pytest.mark.parametrize("place", [0, 1, 11, NUM - 1])
 @pytest.mark.parametrize("broken", BROKEN)
 def test_breaches_are_those_of_shards_that_are_checked_one_by_one(broken, place, dataset):
     shard = sorted(dataset.glob("*.parquet"))[place]
@@ -75,9 +75,9 @@ def test_small_tables_are_checked_and_read_together(dataset, monkeypatch):
         checking.Checker, "check", lambda self, table: checked.append(table) or check(self, table)
     )
     assert checking.check(dataset).is_empty()
-    assert [table.num_rows for table in checked] == [1, 2, 4, 8, 16, 29]
-    sizes = [table.num_rows for table in iter_tables(dataset, ["trajectory_id"])]
-    assert sizes == [1, 2, 4, 8, 16, 29]
+    tables = iter_tables(dataset, ["trajectory_id"])
+    for read in (checked, tables):
+        assert [table.num_rows for table in read] == [1, 2, 4, 8, 5]
     assert rollout_io.read(dataset).num_rows == NUM
 
 

@@ -1,6 +1,5 @@
 """A dataset that was changed by hand is refused by every verb, and merge invents nothing for it."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pyarrow as pa
@@ -15,32 +14,32 @@ from tests.rollout_io.cli.test_verbs_check import assert_refused, written
 Rows = list[dict[str, Any]]
 
 
-def cut(name: str) -> Callable[[Rows], None]:
+def cut(name):
     return lambda rows: rows[1][name].pop()
 
 
-def prolong(name: str) -> Callable[[Rows], None]:
+def prolong(name):
     return lambda rows: rows[1][name].append(rows[1][name][-1])
 
 
-def move_20_to_the_next_row(name: str) -> Callable[[Rows], None]:
-    def change(rows: Rows) -> None:
+def move_20_to_the_next_row(name):
+    def change(rows):
         rows[2][name] = rows[1][name][-20:] + rows[2][name]
         del rows[1][name][-20:]
 
     return change
 
 
-def lose_a_step(rows: Rows) -> None:
+def lose_a_step(rows):
     del rows[1]
 
 
-def swap_steps(rows: Rows) -> None:
+def swap_steps(rows):
     rows[0], rows[1] = rows[1], rows[0]
 
 
-def set_null(name: str, *, element: bool) -> Callable[[Rows], None]:
-    def change(rows: Rows) -> None:
+def set_null(name, *, element):
+    def change(rows):
         if element:
             rows[1][name][3] = None
         else:

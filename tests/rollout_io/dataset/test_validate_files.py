@@ -15,6 +15,7 @@ from schemas import RULES
 from schemas.columns import arrow_schema
 from schemas.metadata import DatasetMetadata
 from schemas.strategies import broken_tables
+from tests.helpers.examples import examples
 
 
 def validate(path):
@@ -27,7 +28,7 @@ def validate(path):
 @pytest.mark.parametrize("rule", RULES)
 def test_validate_names_rule_row_and_trajectory_of_a_broken_file_and_exits_1(rule):
     @given(broken_tables(rule))
-    @settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=8)
+    @settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=examples(16))
     def holds(table):
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "part-00000.parquet"

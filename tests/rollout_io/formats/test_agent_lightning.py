@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import base64
 import io
 import json
@@ -14,7 +12,6 @@ from rollout_io.formats.agent_lightning import ADAPTER
 from rollout_io.formats.start import Start
 from schemas import check
 from schemas.columns import metrics_dict
-from schemas.errors import RolloutError
 from tests.conftest import ROOT
 from tests.helpers.adapter_helpers import convert_with, planned, read_all, write_lines
 from tests.helpers.exact_log_helpers import check_converts
@@ -245,17 +242,6 @@ def test_triplets_are_read_where_there_is_nothing_else(tmp_path):
 )
 def test_a_record_of_no_use_is_refused_by_name(tmp_path, record, rule):
     assert refusal(tmp_path, record).rule == rule
-
-
-def test_an_event_twice_is_refused(tmp_path):
-    plan = planned(ADAPTER, write_lines(tmp_path / "a.jsonl", request(), request()))
-    assert [r.error.rule for r in plan.rejected] == ["duplicate_record"]
-
-
-def test_wrong_numbers_break_named_invariants(tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", request([1], choice([2], logprobs={"content": []})))
-    with pytest.raises(RolloutError, match="lengths_align"):
-        convert_with(ADAPTER, [path], tmp_path)
 
 
 LOG = b"\n".join(

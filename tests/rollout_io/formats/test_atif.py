@@ -1,12 +1,8 @@
-from __future__ import annotations
-
-import os
 from pathlib import Path
 
 import pytest
 
 from rollout_io.formats.harbor import ADAPTER
-from rollout_io.formats.harbor_inputs import recognizes
 from rollout_io.formats.start import Start
 from tests.helpers.harbor_helpers import (
     agent_step,
@@ -122,21 +118,6 @@ def test_a_file_that_cannot_be_used_is_refused_by_name(tmp_path, record, rule):
     assert refusal(write(tmp_path / "a.json", record)).rule == rule
 
 
-def test_damaged_files_are_refused_by_name(tmp_path, trial):
-    path = write(tmp_path / "a.json", trial("t"))
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-10])
-    assert (refusal(path).rule, "cut off" in refusal(path).got) == ("json_document", True)
-    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
-    error = refusal(path)
-    assert (error.rule, error.hint) == ("lfs_pointer", "fetch the file with `git lfs pull`")
-    path.write_bytes(whole.replace(b'"fix-git"', b'"\xff"'))
-    assert refusal(path).rule == "json_document"
-    assert refusal(tmp_path / "none.json").rule == "input_file"
-    (tmp_path / "empty").mkdir()
-    assert refusal(tmp_path / "empty").rule == "input_file"
-
-
 def test_recognizes_its_inputs_and_nothing_else(tmp_path, trial):
     directory = write_trial(tmp_path / "jobs" / "job", trial("t"), atif(agent_step(1, [1], [2])))
     known = (directory, directory.parent, directory.parent.parent, directory / "result.json")
@@ -144,9 +125,3 @@ def test_recognizes_its_inputs_and_nothing_else(tmp_path, trial):
     other = write(tmp_path / "other" / "result.json", {"session": "a/0", "schema_version": "1"})
     unknown = (other, other.parent, tmp_path / "none", Path(__file__))
     assert not any(ADAPTER.recognizes(Start(path)) for path in unknown)
-
-
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "pipe.json")
-    assert not recognizes(Start(tmp_path / "pipe.json"))
-    assert refusal(tmp_path / "pipe.json").rule == "input_file"

@@ -6,7 +6,7 @@ import shutil
 import polars as pl
 import pytest
 
-from rollout_io import convert, read, read_log, read_metadata
+from rollout_io import convert, read, read_log
 from rollout_io.conversion.settings import Keywords
 from rollout_io.formats.atif_document import UNKNOWN_CONTEXTS
 from schemas import check
@@ -283,41 +283,6 @@ def refused(smollm2_dir, path):
 
 
 GONE = atif(said(1, "user", "Go."), said(2, "agent", "Gone."))
-
-
-def details(record, lists=None, **fields):
-    record["agent_result"]["rollout_details"] = lists
-    return record | fields
-
-
-@pytest.mark.parametrize("name", ["job", "failed", "multi", "text", "text_parts", "file"])
-def test_the_template_is_recorded_only_if_it_rendered_a_row(tmp_path, trial, smollm2_dir, name):
-    job = tmp_path / "job"
-    if name == "file":
-        write(job / "a.json", atif(agent_step(1, [1, 2], [3])))
-    elif name == "text_parts":
-        part = {"step_name": "one", "agent_result": {"rollout_details": None}}
-        directory = write_trial(job, trial("t") | {"agent_result": None, "step_results": [part]})
-        write(directory / "steps" / "one" / "agent" / "trajectory.json", GONE)
-    elif name == "multi":
-        part = {"step_name": "one", "agent_result": trial("t")["agent_result"]}
-        directory = write_trial(job, trial("t") | {"agent_result": None, "step_results": [part]})
-        write(directory / "steps" / "one" / "agent" / "trajectory.json", GONE)
-    else:
-        write_trial(job, trial("t1"), GONE)
-        failed = {"exception_info": failure("SandboxError")} if name == "failed" else {}
-        if name in {"failed", "text"}:
-            write_trial(job, details(trial("t2")) | failed, GONE)
-    choices = Keywords(format="harbor", tokenizer=str(smollm2_dir))
-    convert(job, tmp_path / "ds", **choices)
-    metadata = read_metadata(tmp_path / "ds")
-    is_text = name in {"text", "text_parts"}
-    table = read_log([str(job)], **choices)
-    assert ("retokenized" in table["token_source"].to_pylist()) == is_text
-    assert (metadata.chat_template_fingerprint is not None) == is_text
-    assert ("template_text" in metadata.made_by[0]) == is_text
-    assert "has_text" not in metadata.made_by[0]
-    assert metadata.tokenizer_fingerprint is not None
 
 
 def test_text_beside_exact_ids_is_refused_wherever_the_ids_are(tmp_path, smollm2_dir):

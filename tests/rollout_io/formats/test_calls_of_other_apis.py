@@ -1,31 +1,27 @@
 """Calls that lost ids of tool calls, and calls of other APIs, are refused by name."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from schemas.errors import RolloutError
-from tests.rollout_io.formats.test_calls import Record, call, read_calls, write
+from tests.rollout_io.formats.test_calls import call, read_calls, write
 
 
-def streamed(tmp_path: Path, *chunks: Record, **request: Any) -> Path:
+def streamed(tmp_path, *chunks, **request):
     choices = [{"index": 0, **chunk} for chunk in chunks]
-    answer: list[Record] = [{"choices": [choice]} for choice in choices]
+    answer = [{"choices": [choice]} for choice in choices]
     answer[0]["prompt_token_ids"] = [1, 2]
     record = {"session": "a/0", "request": {"messages": []} | request, "response": answer}
     return write(tmp_path / "calls.jsonl", [record])
 
 
-def called(name: str | None = None, arguments: str = "") -> Record:
+def called(name=None, arguments=""):
     function = {"arguments": arguments} | ({} if name is None else {"name": name})
     return {"delta": {"tool_calls": [{"index": 0, "function": function}]}}
 
 
-def test_a_stream_that_lost_the_ids_of_a_tool_call_is_refused(tmp_path: Path) -> None:
+def test_a_stream_that_lost_the_ids_of_a_tool_call_is_refused(tmp_path):
     lost, kept = called("get_weather"), called(arguments="{}") | {"token_ids": [3]}
     role = {"delta": {"role": "assistant", "content": ""}}
     assert len(read_calls([streamed(tmp_path, role, kept)])) == 1
@@ -38,7 +34,7 @@ def test_a_stream_that_lost_the_ids_of_a_tool_call_is_refused(tmp_path: Path) ->
     assert len(read_calls([streamed(tmp_path, {"text": "x"}, kept, echo=True)])) == 1
 
 
-def tool_call(sampled: str, name: str, arguments: str, **request: Any) -> Record:
+def tool_call(sampled, name, arguments, **request):
     """A call whose sampled tokens are the letters of a text."""
     ids = [ord(letter) for letter in sampled]
     record = call("a/0", [1], ids, request={"messages": []} | request)
@@ -64,14 +60,14 @@ def tool_call(sampled: str, name: str, arguments: str, **request: Any) -> Record
     ],
 )
 def test_tool_calls_in_any_syntax_agree_with_their_tokens(
-    tmp_path: Path, sampled: str, arguments: str, request_fields: Record
-) -> None:
+    tmp_path, sampled, arguments, request_fields
+):
     record = tool_call(sampled, "find", arguments, **request_fields)
     assert len(read_calls([write(tmp_path / "a.jsonl", [record])])) == 1
 
 
 @pytest.mark.parametrize("sampled", ['{"city": "Oslo"}', 'find {"city": "Os', "find(Oslo)"])
-def test_tokens_that_lack_a_word_of_the_tool_call_are_refused(tmp_path: Path, sampled: str) -> None:
+def test_tokens_that_lack_a_word_of_the_tool_call_are_refused(tmp_path, sampled):
     record = tool_call(sampled, "find", '{"city": "Oslo"}')
     with pytest.raises(RolloutError) as caught:
         read_calls([write(tmp_path / "a.jsonl", [record])])
@@ -97,7 +93,7 @@ TEXT_IS_READ = {"Anthropic's Messages API", "Gemini's API", "Ollama's API"}
 
 
 @pytest.mark.parametrize("name", OTHER_APIS)
-def test_a_response_of_another_api_is_named(tmp_path: Path, name: str) -> None:
+def test_a_response_of_another_api_is_named(tmp_path, name):
     rule = "no_token_ids" if name in TEXT_IS_READ else "other_api"
     record = call("a/0", [1], [2]) | {"response": OTHER_APIS[name]}
     with pytest.raises(RolloutError) as caught:
@@ -113,7 +109,7 @@ def test_a_response_of_another_api_is_named(tmp_path: Path, name: str) -> None:
         ({"candidates": [{}]}, "Gemini's"),
     ],
 )
-def test_a_stream_of_another_api_is_named(tmp_path: Path, first: Record, name: str) -> None:
+def test_a_stream_of_another_api_is_named(tmp_path, first, name):
     for answer in ([first, first], [f"data: {json.dumps(first)}"]):
         record = call("a/0", [1], [2]) | {"response": answer}
         with pytest.raises(RolloutError) as caught:
@@ -121,7 +117,7 @@ def test_a_stream_of_another_api_is_named(tmp_path: Path, first: Record, name: s
         assert (caught.value.rule, name in str(caught.value)) == ("other_api", True)
 
 
-def test_ids_in_sglangs_fields_are_named_with_the_fields_to_write(tmp_path: Path) -> None:
+def test_ids_in_sglangs_fields_are_named_with_the_fields_to_write(tmp_path):
     record = call("a/0", [1], [2], request={"messages": [], "return_token_ids": True})
     (choice,) = record["response"]["choices"]
     choice["response_token_ids"] = choice.pop("token_ids")
@@ -144,9 +140,7 @@ ERRORS = [
 
 @pytest.mark.parametrize("response", ERRORS)
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_an_error_of_an_engine_is_quoted(
-    tmp_path: Path, response: Record, *, is_stream: bool
-) -> None:
+def test_an_error_of_an_engine_is_quoted(tmp_path, response, *, is_stream):
     record = {"session": "a/0", "request": {}, "response": [response] if is_stream else response}
     with pytest.raises(RolloutError, match=f"the engine returned an error: .*{TOO_LONG}") as caught:
         read_calls([write(tmp_path / "calls.jsonl", [record])])

@@ -148,17 +148,6 @@ def test_sharegpt_is_read_with_its_tools_group_and_reward(tmp_path):
     assert (run.instance_id, found.reward) == ("7", 0.5)
 
 
-def test_a_document_that_is_a_list_of_conversations_is_a_run_each(tmp_path):
-    path = tmp_path / "sharegpt.json"
-    records = [{"conversations": SHAREGPT, "id": i} for i in range(3)]
-    path.write_text(json.dumps(records, indent=1))
-    assert recognize(path, FORMATS) == ["chats"]
-    runs, rejected = read_all(ADAPTER, path)
-    assert rejected == []
-    assert [run.instance_id for run, _ in runs] == ["0", "1", "2"]
-    assert [found.steps[0].messages for _, found in runs] == [SHORT] * 3
-
-
 @pytest.mark.parametrize(
     "block", [{"source_type": "base64", "data": "AAAA"}, {"base64": "AAAA"}, {"url": "https://x/y"}]
 )
@@ -298,11 +287,6 @@ def test_a_shape_that_no_framework_has_is_refused_by_name(tmp_path):
     with pytest.raises(RolloutError) as error:
         ADAPTER.read(run, Options())
     assert (error.value.rule, error.value.where) == ("message", f"{path}:1, messages[3]")
-
-
-def test_plain_lines_stay_openai_messages(tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", {"messages": CHAT})
-    assert recognize(path, FORMATS) == ["openai_messages"]
 
 
 def test_real_messages_of_frameworks_are_read(harness_logs):

@@ -13,55 +13,24 @@ from rollout_io.formats.claude_code import ADAPTER
 from rollout_io.formats.contexts import SUMMARIES
 from schemas.messages import is_answer
 from tests.helpers.adapter_helpers import read_all, write_lines
+from tests.helpers.claude_code_lines import (
+    attached,
+    boundary,
+    call,
+    reply,
+    result,
+    system,
+    text,
+    thinking,
+    thread,
+    user,
+)
 from tests.helpers.examples import examples
 
 
-def line(uuid, parent=None, session="s", **fields):
-    return {"uuid": uuid, "parentUuid": parent, "sessionId": session, "isSidechain": False} | fields
-
-
-def user(uuid, text, parent=None, **fields):
-    return line(uuid, parent, type="user", message={"role": "user", "content": text}, **fields)
-
-
-def reply(uuid, *blocks, parent=None, id=None, stop=None, model="m", **fields):
-    message = {"role": "assistant", "content": list(blocks), "id": id, "model": model}
-    return line(uuid, parent, type="assistant", message=message | {"stop_reason": stop}, **fields)
-
-
-def text(value):
-    return {"type": "text", "text": value}
-
-
-def thinking(value):
-    return {"type": "thinking", "thinking": value}
-
-
-def call(id, **arguments):
-    return {"type": "tool_use", "id": id, "name": "Bash", "input": arguments}
-
-
-def result(id, value):
-    return {"type": "tool_result", "tool_use_id": id, "content": value}
-
-
-def boundary(uuid, **metadata):
-    fields = {"type": "system", "subtype": "compact_boundary", "logicalParentUuid": "before"}
-    return line(uuid, content="Compacted", compactMetadata={"trigger": "auto"} | metadata, **fields)
-
-
-def system(uuid, parent, subtype, **fields):
-    return line(uuid, parent, type="system", subtype=subtype, **fields)
-
-
-def attached(uuid, parent, attachment, **fields):
-    return line(uuid, parent, type="attachment", attachment=attachment, **fields)
-
-
 def queued(operation, content, **fields):
-    return {"type": "queue-operation", "operation": operation, "sessionId": "s"} | (
-        {"content": content} | fields
-    )
+    record = {"type": "queue-operation", "operation": operation, "sessionId": "s"}
+    return record | {"content": content} | fields
 
 
 def shown(message):
@@ -72,11 +41,17 @@ def shown(message):
 
 def rows(trajectory):
     """(prompt, rest) of each conversation, as strings."""
-    made = []
-    for step in trajectory.steps:
-        texts = [shown(message) for message in step.messages]
-        made.append((texts[: step.num_given], texts[step.num_given :]))
-    return made
+    texts = [[shown(message) for message in step.messages] for step in trajectory.steps]
+    places = (step.num_given for step in trajectory.steps)
+    return [(item[:at], item[at:]) for item, at in zip(texts, places, strict=True)]
+
+
+def answers_of(*trajectories):
+    """The answers that are trained, sorted."""
+    steps = [step for trajectory in trajectories for step in trajectory.steps]
+    return sorted(
+        shown(m) for step in steps for m in step.messages[step.num_given :] if is_answer(m)
+    )
 
 
 @pytest.fixture
@@ -91,33 +66,24 @@ def session(tmp_path):
     return read
 
 
-BEFORE = [
-    user("u1", "Count."),
-    reply("a1", text("Three."), parent="u1", id="m1"),
-    user("u2", "Remember zebra.", parent="a1"),
-    reply("a2", text("Noted."), parent="u2", id="m2"),
-]
+BEFORE = thread(u1="Count.", a1="Three.", u2="Remember zebra.", a2="Noted.")
+TEXTS_BEFORE = ["Count.", "Three.", "Remember zebra.", "Noted."]
 KEPT = {"preservedMessages": {"anchorUuid": "s1", "uuids": ["u2", "a2"]}}
 SEGMENT = {"preservedSegment": {"headUuid": "u2", "anchorUuid": "s1", "tailUuid": "a2"}}
-SUMMARY = user("s1", "Summary.", parent="b1", isCompactSummary=True)
+SUMMARY = user("s1", "Summary.", "b1", isCompactSummary=True)
+AFTER = thread("s1", u3="Which?", a3="Zebra.")
 ANSWERED = (["Summary.", "Remember zebra.", "Noted."], ["Which?", "Zebra."])
 
 
-@pytest.mark.parametrize("kept", [KEPT, SEGMENT, KEPT | SEGMENT])
+@pytest.mark.parametrize("staying", [KEPT, SEGMENT, KEPT | SEGMENT])
 @pytest.mark.parametrize("parent", ["s1", "a2"])
 @pytest.mark.parametrize("copies", [[], BEFORE[2:]])
 def test_the_messages_that_a_compaction_keeps_follow_the_summary_as_context(
-    kept, parent, copies, session
+    staying, parent, copies, session
 ):
-    made = session(
-        *BEFORE,
-        boundary("b1", **kept),
-        SUMMARY,
-        *copies,
-        user("u3", "Which?", parent=parent),
-        reply("a3", text("Zebra."), parent="u3", id="m3"),
-    )
-    assert rows(made) == [([], ["Count.", "Three.", "Remember zebra.", "Noted."]), ANSWERED]
+    after = thread(parent, u3="Which?", a3="Zebra.")
+    trajectory = session(*BEFORE, boundary("b1", **staying), SUMMARY, *copies, *after)
+    assert rows(trajectory) == [([], TEXTS_BEFORE), ANSWERED]
 
 
 @pytest.mark.parametrize("logical", [None, "a2", "lost"])
@@ -126,69 +92,37 @@ def test_the_messages_that_a_compaction_keeps_follow_the_summary_as_context(
 def test_a_compaction_begins_a_context_whatever_its_parents(
     logical, of_boundary, of_summary, session
 ):
-    made = session(
-        *BEFORE,
-        boundary("b1") | {"parentUuid": of_boundary, "logicalParentUuid": logical},
-        SUMMARY | {"parentUuid": of_summary},
-        user("u3", "Which?", parent="s1"),
-        reply("a3", text("Zebra."), parent="u3", id="m3"),
-    )
-    before = ["Count.", "Three.", "Remember zebra.", "Noted."]
-    assert rows(made) == [([], before), ([], ["Summary.", "Which?", "Zebra."])]
+    edge = boundary("b1") | {"parentUuid": of_boundary, "logicalParentUuid": logical}
+    summary = SUMMARY | {"parentUuid": of_summary}
+    for marks in ([edge, summary], [summary]):
+        trajectory = session(*BEFORE, *marks, *AFTER)
+        assert rows(trajectory) == [([], TEXTS_BEFORE), ([], ["Summary.", "Which?", "Zebra."])]
 
 
-@pytest.mark.parametrize("parent", [None, "a2", "lost"])
-def test_a_summary_without_a_boundary_begins_a_context_whatever_its_parent(parent, session):
-    made = session(
-        *BEFORE,
-        SUMMARY | {"parentUuid": parent},
-        user("u3", "Which?", parent="s1"),
-        reply("a3", text("Zebra."), parent="u3", id="m3"),
-    )
-    assert [rest for _, rest in rows(made)][1:] == [["Summary.", "Which?", "Zebra."]]
-
-
-@pytest.mark.parametrize("kept", [KEPT, SEGMENT])
-def test_messages_that_a_compaction_keeps_may_be_logged_after_its_summary_alone(kept, session):
-    made = session(
-        boundary("b1", **kept),
-        SUMMARY,
-        BEFORE[2] | {"parentUuid": "s1"},
-        BEFORE[3],
-        user("u3", "Which?", parent="a2"),
-        reply("a3", text("Zebra."), parent="u3", id="m3"),
-    )
-    assert rows(made) == [ANSWERED]
+@pytest.mark.parametrize("staying", [KEPT, SEGMENT])
+def test_messages_that_a_compaction_keeps_may_be_logged_after_its_summary_alone(staying, session):
+    logged = [BEFORE[2] | {"parentUuid": "s1"}, BEFORE[3]]
+    after = thread("a2", u3="Which?", a3="Zebra.")
+    assert rows(session(boundary("b1", **staying), SUMMARY, *logged, *after)) == [ANSWERED]
 
 
 def test_messages_kept_before_a_summary_precede_it(session):
     kept = {"preservedMessages": {"anchorUuid": "b1", "uuids": ["u1", "a1"]}}
-    made = session(
-        *BEFORE,
-        boundary("b1", **kept),
-        SUMMARY,
-        user("u3", "Which?", parent="s1"),
-        reply("a3", text("Zebra."), parent="u3", id="m3"),
-    )
+    made = session(*BEFORE, boundary("b1", **kept), SUMMARY, *AFTER)
     assert rows(made)[1] == (["Count.", "Three."], ["Summary.", "Which?", "Zebra."])
 
 
 def test_answers_after_a_compaction_whose_kept_messages_are_missing_are_counted(session):
-    kept = {"preservedMessages": {"anchorUuid": "s1", "uuids": ["u2", "lost"]}}
-    after = [user("u3", "Which?", parent="s1"), reply("a3", text("Zebra."), parent="u3", id="m3")]
-    made = session(*BEFORE, boundary("b1", **kept), SUMMARY, *after)
-    assert rows(made) == [([], ["Count.", "Three.", "Remember zebra.", "Noted."])]
-    assert made.notes == {
-        "answers after a compaction that keeps messages which are not in the log": 1,
-        SUMMARIES: 1,
-    }
+    staying = {"preservedMessages": {"anchorUuid": "s1", "uuids": ["u2", "lost"]}}
+    trajectory = session(*BEFORE, boundary("b1", **staying), SUMMARY, *AFTER)
+    assert rows(trajectory) == [([], TEXTS_BEFORE)]
+    reason = "answers after a compaction that keeps messages which are not in the log"
+    assert trajectory.notes == {reason: 1, SUMMARIES: 1}
 
 
 QUEUED = {"type": "queued_command", "prompt": "Also rename it.", "commandMode": "prompt"}
-RENDERED = {
-    "rendered": [{"content": "While you worked: Also rename it."}],
-    "renderedRole": "system",
-}
+SENT = "While you worked: Also rename it."
+RENDERED = attached("q", "u2", QUEUED, rendered=[{"content": SENT}], renderedRole="system")
 
 
 @pytest.mark.parametrize(
@@ -196,43 +130,28 @@ RENDERED = {
     [
         ([attached("q", "u2", QUEUED)], "Also rename it."),
         ([attached("q", "u2", QUEUED | {"prompt": [text("Also"), text("this.")]})], "Also\nthis."),
-        ([attached("q", "u2", QUEUED, **RENDERED)], "While you worked: Also rename it."),
-        (
-            [
-                queued("remove", "Also rename it.", reason="absorbed_mid_turn"),
-                attached("q", "u2", QUEUED, **RENDERED),
-            ],
-            "While you worked: Also rename it.",
-        ),
+        ([RENDERED], SENT),
+        ([queued("remove", "Also rename it.", reason="absorbed_mid_turn"), RENDERED], SENT),
         ([queued("remove", "Go left.", reason="absorbed_mid_turn")], "Go left."),
     ],
 )
 def test_a_queued_message_is_context_where_it_was_sent(records, seen, session):
-    made = session(
-        user("u1", "Fix."),
-        reply("a1", call("t1"), parent="u1", id="m1"),
-        queued("enqueue", "Also rename it."),
-        user("u2", [result("t1", "failed")], parent="a1"),
-        *records,
-        reply("a2", text("Renamed."), parent="q", id="m2"),
-    )
-    assert rows(made) == [([], ["Fix.", "{}", "failed", seen, "Renamed."])]
-    assert made.notes == {}
+    first, second, third = thread(u1="Fix.", a1=call("t1"), u2=[result("t1", "failed")])
+    waits = queued("enqueue", "Also rename it.")
+    trajectory = session(first, second, waits, third, *records, reply("a2", "Renamed.", "q"))
+    assert rows(trajectory) == [([], ["Fix.", "{}", "failed", seen, "Renamed."])]
+    assert trajectory.notes == {}
 
 
 def test_what_may_have_been_sent_is_counted(session):
     made = session(
         user("u1", "Fix."),
         attached("x", "u1", {"type": "skill_listing", "content": "..."}),
-        queued("enqueue", "Stop."),
-        queued("enqueue", "Left?"),
-        queued("enqueue", "Right?"),
+        *(queued("enqueue", words) for words in ("Stop.", "Left?", "Right?")),
         queued("remove", "Stop."),
         queued("remove", "Left?", reason="cancelled"),
         queued("dequeue", None),
-        reply("a1", text("Done."), parent="x", id="m1"),
-        user("u2", "Right?", parent="a1"),
-        reply("a2", text("Right."), parent="u2", id="m2"),
+        *thread("x", a1="Done.", u2="Right?", a2="Right."),
     )
     assert made.notes == {
         "attachments without the text that was sent (skill_listing)": 1,
@@ -242,43 +161,39 @@ def test_what_may_have_been_sent_is_counted(session):
 
 def test_texts_that_the_harness_sends_are_context(session):
     shape = {"system": [text("Be brief.")], "tools": [{"name": "Bash", "input_schema": {"a": 1}}]}
-    made = session(
+    replaced = {"toolUseId": "t1", "replacement": "short"}
+    command = "<command-name>/cost</command-name>"
+    trajectory = session(
         user("u1", "Hi."),
         attached("x", "u1", {"type": "date"}, rendered=[{"content": "It is May."}]),
         attached("y", "x", {"type": "session_context"}),
         {"type": "api-request-shape", "sessionId": "s", "shape": shape},
-        reply("a1", call("t1"), parent="y", id="m1"),
-        user("u2", [result("t1", "very long")], parent="a1"),
-        {
-            "type": "content-replacement",
-            "sessionId": "s",
-            "replacements": [{"kind": "tool-result", "toolUseId": "t1", "replacement": "short"}],
-        },
-        system("l", "u2", "local_command", content="<command-name>/cost</command-name>"),
-        reply("a2", text("Ho."), parent="l", id="m2"),
+        *thread("y", a1=call("t1"), u2=[result("t1", "very long")]),
+        {"type": "content-replacement", "sessionId": "s", "replacements": [replaced]},
+        system("l", "u2", "local_command", content=command),
+        *thread("l", a2="Ho."),
+        user("u3", "Keep going.", "a2", isMeta=True, hookTextLead="A hook says:"),
+        *thread("u3", a3="On."),
     )
-    command = "<command-name>/cost</command-name>"
-    assert rows(made) == [([], ["Be brief.", "Hi.", "It is May.", "{}", "short", command, "Ho."])]
-    (step,) = made.steps
+    texts = ["Be brief.", "Hi.", "It is May.", "{}", "short", command, "Ho."]
+    assert rows(trajectory) == [([], [*texts, "A hook says:\nKeep going.", "On."])]
+    (step,) = trajectory.steps
     assert step.messages[0]["role"] == "system"
-    assert step.tools == [
-        {"type": "function", "function": {"name": "Bash", "parameters": {"a": 1}}}
-    ]
-    assert made.notes == {}
+    function = {"name": "Bash", "parameters": {"a": 1}}
+    assert step.tools == [{"type": "function", "function": function}]
+    assert (trajectory.notes, trajectory.unread) == ({}, {})
 
 
 def test_a_message_that_the_harness_wrote_for_the_model_is_context_alone(session):
-    made = session(
-        user("u1", "Hi."),
-        reply("a1", text("Ho."), parent="u1", id="m1"),
-        user("u2", "Continue.", parent="a1", isMeta=True),
-        reply("a2", text("No response requested."), parent="u2", id="m2", model="<synthetic>"),
-        user("u3", "And?", parent="a2"),
-        reply("a3", text("Yes."), parent="u3", id="m3"),
-        reply("a4", text("Failed"), parent="a3", model="<synthetic>", isApiErrorMessage=True),
+    trajectory = session(
+        *thread(u1="Hi.", a1="Ho."),
+        user("u2", "Continue.", "a1", isMeta=True),
+        reply("a2", "No response requested.", "u2", model="<synthetic>"),
+        *thread("a2", u3="And?", a3="Yes."),
+        reply("a4", "Failed", "a3", model="<synthetic>", isApiErrorMessage=True),
     )
-    given = ["Hi.", "Ho.", "Continue.", "No response requested."]
-    assert rows(made) == [([], ["Hi.", "Ho.", "Continue."]), (given, ["And?", "Yes."])]
+    inputs = ["Hi.", "Ho.", "Continue.", "No response requested."]
+    assert rows(trajectory) == [([], ["Hi.", "Ho.", "Continue."]), (inputs, ["And?", "Yes."])]
 
 
 @pytest.mark.parametrize(
@@ -302,136 +217,112 @@ def test_of_the_states_of_a_block_the_most_complete_counts_and_blocks_keep_their
     states, final, session
 ):
     replies = [
-        reply(f"a{i}", *blocks, parent=f"a{i - 1}" if i else "u1", id="m1")
+        reply(f"a{i}", blocks, f"a{i - 1}" if i else "u1", id="m1")
         for i, blocks in enumerate(states)
     ]
     assert rows(session(user("u1", "Go."), *replies)) == [([], ["Go.", *final])]
 
 
 def test_a_block_index_tells_states_from_blocks(session):
-    made = session(
-        user("u1", "Go."),
-        reply("a1", text("la"), parent="u1", id="m1", apiBlockIndex=0),
-        reply("a2", text("la"), parent="a1", id="m1", apiBlockIndex=1),
-        reply("a3", text("lala"), parent="a2", id="m1", apiBlockIndex=1),
-    )
-    assert rows(made) == [([], ["Go.", "la\nlala"])]
+    replies = [
+        reply(f"a{i}", words, "u1", id="m1", apiBlockIndex=min(i, 1))
+        for i, words in enumerate(("la", "la", "lala"))
+    ]
+    assert rows(session(user("u1", "Go."), *replies)) == [([], ["Go.", "la\nlala"])]
 
 
 def test_an_exchange_that_is_logged_twice_is_trained_on_once(session):
-    made = session(
-        user("u1", "Capital?"),
-        reply("a1", thinking("Peru."), parent="u1", id="m1"),
-        reply("b1", text("Lima."), parent="a1", id="m1"),
-        user("u1x", "Capital?"),
-        reply("a1x", thinking("Peru."), parent="u1x", id="m1"),
-        reply("b1x", text("Lima."), parent="a1x", id="m1"),
-        user("u2", "Population?", parent="b1x"),
-        reply("a2", text("Ten million."), parent="u2", id="m2"),
-    )
+    pieces = [
+        record
+        for mark in ("", "x")
+        for record in (
+            user(f"u1{mark}", "Capital?"),
+            reply(f"a1{mark}", thinking("Peru."), f"u1{mark}", id="m1"),
+            reply(f"b1{mark}", "Lima.", f"a1{mark}", id="m1"),
+        )
+    ]
     first = ["Capital?", "Peru.Lima."]
-    assert rows(made) == [([], first), (first, ["Population?", "Ten million."])]
+    trajectory = session(*pieces, *thread("b1x", u2="Population?", a2="Ten million."))
+    assert rows(trajectory) == [([], first), (first, ["Population?", "Ten million."])]
+
+
+RETRACTED = {"retractedMessageUuids": ["a0", "b0"]}
+LONG = "0123abcd-0000-4000-8000-00000000000"
 
 
 @pytest.mark.parametrize(
-    "marks",
+    ("partial", "marks", "fields"),
     [
-        [system("x", "a0", "model_refusal_fallback", retractedMessageUuids=["a0", "b0"])],
-        [system("x", "a0", "api_refusal", retractedMessageUuids=["a0", "b0"])],
-        [],
+        ("a0", [system("x", "a0", "model_refusal_fallback", **RETRACTED)], {}),
+        ("a0", [system("x", "a0", "api_refusal", **RETRACTED)], {}),
+        ("a0", [], {"supersedesUuids": ["a0", "b0"]}),
+        # A list of retracted lines has the first characters of their names.
+        (LONG + "1", [system("x", "u1", "api_refusal", retractedMessageUuids=[LONG + "9"])], {}),
     ],
 )
-def test_a_retracted_answer_neither_trains_nor_is_context(marks, session):
-    own = {} if marks else {"supersedesUuids": ["a0", "b0"]}
-    made = session(
+def test_a_retracted_answer_neither_trains_nor_is_context(partial, marks, fields, session):
+    trajectory = session(
         user("u1", "Do X."),
-        reply("a0", text("Partial"), parent="u1", id="m0"),
-        reply("b0", call("t0"), parent="a0", id="m0"),
+        reply(partial, "Partial", "u1", id="m0"),
+        *([reply("b0", call("t0"), "a0", id="m0")] if partial == "a0" else []),
         *marks,
-        reply("a1", text("Here."), parent="u1", id="m1", **own),
-        user("u2", "More.", parent="a1"),
-        reply("a2", text("There."), parent="u2", id="m2"),
+        reply("a1", "Here.", "u1", **fields),
+        *thread("a1", u2="More.", a2="There."),
     )
-    assert rows(made) == [([], ["Do X.", "Here.", "More.", "There."])]
-
-
-def test_a_list_of_retracted_lines_has_the_first_characters_of_their_uuids(session):
-    uuid = "0123abcd-0000-4000-8000-00000000000"
-    made = session(
-        user("u1", "Do X."),
-        reply(uuid + "1", text("Partial"), parent="u1", id="m0"),
-        system("x", "u1", "model_refusal_fallback", retractedMessageUuids=[uuid + "9"]),
-        reply("a1", text("Here."), parent="u1", id="m1"),
-    )
-    assert rows(made) == [([], ["Do X.", "Here."])]
+    assert rows(trajectory) == [([], ["Do X.", "Here.", "More.", "There."])]
 
 
 def test_a_second_answer_to_a_message_does_not_follow_the_first(session):
-    made = session(
-        user("u1", "Do X."),
-        reply("a0", text("One."), parent="u1", id="m0"),
-        reply("a1", text("Two."), parent="u1", id="m1"),
-    )
-    assert rows(made) == [([], ["Do X.", "One."]), ([], ["Do X.", "Two."])]
+    trajectory = session(*thread(u1="Do X.", a1="One."), reply("a2", "Two.", "u1"))
+    assert rows(trajectory) == [([], ["Do X.", "One."]), ([], ["Do X.", "Two."])]
 
 
 @pytest.mark.parametrize("content", ["image", "a_new_type"])
 def test_content_that_is_not_text_costs_the_answers_after_it_alone(content, session):
-    other = [{"type": content, "source": {}}, text("See?")]
-    made = session(
+    side = {"isSidechain": True, "agentId": "x"}
+    trajectory = session(
         *BEFORE,
-        user("u3", other, parent="a2"),
-        reply("a3", text("Yes."), parent="u3", id="m3"),
-        user("c1", "Look.", isSidechain=True, agentId="x"),
-        reply("c2", text("Seen."), parent="c1", id="m4", isSidechain=True, agentId="x"),
-        user("u4", "Other?", parent="a1"),
-        reply("a4", text("Other."), parent="u4", id="m5"),
+        *thread("a2", u3=[{"type": content, "source": {}}, text("See?")], a3="Yes."),
+        *thread(None, side, u8="Look.", a8="Seen."),
+        *thread("a1", u4="Other?", a4="Other."),
     )
-    assert [rest[-1] for _, rest in rows(made)] == ["Noted.", "Seen.", "Other."]
-    assert made.notes == {f"answers after content of type '{content}'": 1}
+    assert [rest[-1] for _, rest in rows(trajectory)] == ["Noted.", "Seen.", "Other."]
+    assert trajectory.notes == {f"answers after content of type '{content}'": 1}
 
 
 def test_an_answer_with_an_unknown_block_costs_itself_and_what_follows(session):
-    made = session(
-        *BEFORE,
-        user("u3", "Search.", parent="a2"),
-        reply("a3", {"type": "server_tool_use", "id": "x"}, parent="u3", id="m3"),
-        user("u4", "So?", parent="a3"),
-        reply("a4", text("So."), parent="u4", id="m4"),
-    )
-    assert [rest[-1] for _, rest in rows(made)] == ["Search."]
-    assert made.notes == {"answers after content of type 'server_tool_use'": 2}
+    unknown = {"type": "server_tool_use", "id": "x"}
+    trajectory = session(*BEFORE, *thread("a2", u3="Search.", a3=unknown, u4="So?", a4="So."))
+    assert [rest[-1] for _, rest in rows(trajectory)] == ["Search."]
+    assert trajectory.notes == {"answers after content of type 'server_tool_use'": 2}
 
 
 def test_a_session_that_begins_with_an_image_is_refused_by_the_name_of_the_part(tmp_path):
-    records = [user("u1", [{"type": "image"}]), reply("a1", text("A cat."), parent="u1", id="m1")]
-    _, rejected = read_all(ADAPTER, write_lines(tmp_path / "s", *records))
-    assert {(r.error.rule, r.error.where) for r in rejected} == {("message", f"{tmp_path / 's'}:1")}
-    assert "'image'" in str(rejected[0].error)
+    path = write_lines(tmp_path / "s", *thread(u1=[{"type": "image"}], a1="A cat."))
+    _, rejected = read_all(ADAPTER, path)
+    assert {(r.error.rule, r.error.where) for r in rejected} == {("message", f"{path}:1")}
+    assert "'image'" in rejected[0].error.got
     assert rejected[0].error.hint
 
 
 def test_a_loaded_tool_is_a_text_and_a_change_of_model_is_none(session):
     loaded = [{"type": "tool_reference", "tool_name": "WebFetch"}]
-    made = session(
-        user("u1", "Fetch."),
-        reply("a0", {"type": "fallback", "from": {"model": "a"}, "to": {}}, parent="u1", id="m0"),
-        reply("a1", call("t1"), parent="a0", id="m1"),
-        user("u2", [result("t1", loaded)], parent="a1"),
-        reply("a2", text("Ready."), parent="u2", id="m2"),
-    )
-    assert rows(made) == [([], ["Fetch.", "{}", "Loaded tool: WebFetch", "Ready."])]
+    changed = {"type": "fallback", "from": {"model": "a"}, "to": {}}
+    lines = thread(u1="Fetch.", a0=changed, a1=call("t1"), u2=[result("t1", loaded)], a2="Ready.")
+    texts = ["Fetch.", "{}", "Loaded tool: WebFetch", "Ready."]
+    assert rows(session(*lines)) == [([], texts)]
 
 
 SIDE = {"isSidechain": True, "agentId": "h1"}
-AUDIT = [
-    user("u1", "Audit."),
-    reply("a1", text("Look."), call("t0"), parent="u1", id="m1"),
-    user("r1", [result("t0", "a.py")], parent="a1"),
-    reply("a2", call("t1"), parent="r1", id="m2"),
-    user("r2", [result("t1", "fine")], parent="a2"),
-    reply("a3", text("Good."), parent="r2", id="m3"),
-]
+AUDIT = thread(
+    u1="Audit.",
+    a1=[text("Look."), call("t0")],
+    r1=[result("t0", "a.py")],
+    a2=call("t1"),
+    r2=[result("t1", "fine")],
+    a3="Good.",
+)
+TASK = thread("r1", SIDE, u9="Check a.py.", a9="Fine.")
 
 
 def fork_file(folder, *records):
@@ -441,11 +332,8 @@ def fork_file(folder, *records):
 
 
 def the_fork(trajectory):
-    return next(
-        row
-        for row, step in zip(rows(trajectory), trajectory.steps, strict=True)
-        if step.agent == "sidechain"
-    )
+    steps = zip(rows(trajectory), trajectory.steps, strict=True)
+    return next(row for row, step in steps if step.agent == "sidechain")
 
 
 REF = {"type": "fork-context-ref", "agentId": "h1", "parentSessionId": "s", "parentLastUuid": "r1"}
@@ -457,117 +345,108 @@ REF = {"type": "fork-context-ref", "agentId": "h1", "parentSessionId": "s", "par
     [
         [record | SIDE for record in AUDIT[:3]],
         [REF],
-        [REF, reply("copy", call("t1"), id="m2") | SIDE],
+        [REF, reply("copy", call("t1"), id="ma2") | SIDE],
     ],
 )
 @pytest.mark.parametrize("first", ["main", "fork"])
 def test_a_forked_sub_agent_inherits_and_belongs_to_its_parents_session(
     inherited, own, first, tmp_path
 ):
-    named = [r | {"sessionId": own} if "sessionId" in r else r for r in inherited]
-    task = [
-        user("f1", "Check a.py.", parent="r1", session=own, **SIDE),
-        reply("f2", text("Fine."), parent="f1", id="m9", session=own, **SIDE),
-    ]
-    paths = [write_lines(tmp_path / "s.jsonl", *AUDIT), fork_file(tmp_path, *named, *task)]
+    fork = [r | {"sessionId": own} if "sessionId" in r else r for r in [*inherited, *TASK]]
+    paths = [write_lines(tmp_path / "s.jsonl", *AUDIT), fork_file(tmp_path, *fork)]
     ((run, made),), rejected = read_all(ADAPTER, *(paths if first == "main" else paths[::-1]))
     assert (run.instance_id, rejected) == ("s", [])
     prompt, rest = the_fork(made)
     assert [*prompt, *rest][:3] == ["Audit.", "Look.{}", "a.py"]
     assert rest[-2:] == ["Check a.py.", "Fine."]
-    answers = [m for step in made.steps for m in step.messages[step.num_given :] if is_answer(m)]
-    assert sorted(map(shown, answers)) == ["Fine.", "Good.", "Look.{}", "{}"]
+    assert answers_of(made) == ["Fine.", "Good.", "Look.{}", "{}"]
 
 
 def test_a_forked_sub_agent_with_a_session_of_its_own_is_known_by_the_lines_it_repeats(tmp_path):
-    task = [
-        user("f1", "Check a.py.", parent="r1", **SIDE),
-        reply("f2", text("Fine."), parent="f1", id="m9", **SIDE),
-    ]
-    fork = [record | SIDE | {"sessionId": "own"} for record in [*AUDIT[:3], *task]]
+    fork = [record | SIDE | {"sessionId": "own"} for record in [*AUDIT[:3], *TASK]]
     paths = [write_lines(tmp_path / "s", *AUDIT), write_lines(tmp_path / "agent-h1", *fork)]
     ((run, made),), rejected = read_all(ADAPTER, *paths)
     assert (run.instance_id, rejected) == ("s", [])
     assert the_fork(made) == (["Audit.", "Look.{}"], ["a.py", "Check a.py.", "Fine."])
 
 
-def test_a_fork_whose_parent_is_not_in_the_log_is_counted(tmp_path):
-    lost = REF | {"parentLastUuid": "lost"}
-    fork = [user("f1", "Check.", **SIDE), reply("f2", text("Fine."), parent="f1", id="m9", **SIDE)]
-    paths = [write_lines(tmp_path / "s.jsonl", *AUDIT), fork_file(tmp_path, lost, *fork)]
-    ((_, made),), _ = read_all(ADAPTER, *paths)
-    assert [step.agent for step in made.steps] == ["main"]
-    reason = "answers of a forked sub-agent whose parent's messages are not in the log"
-    assert made.notes == {reason: 1}
+UNREADABLE = user("r1", [{"type": "a_new_type"}], "a1")
+UNKNOWN = "answers after content of type 'a_new_type'"
+LOST = "answers of a forked sub-agent whose parent's messages are not in the log"
+UNTIMED = "answers of a forked sub-agent whose log does not tell which context it inherited"
+OF_A2 = {"preservedSegment": {"anchorUuid": "s1", "headUuid": "a2", "tailUuid": "a2"}}
 
 
-TRIP = [
-    user("u1", "Plan."),
-    reply("a1", text("North."), parent="u1", id="m1"),
-    user("u2", "Then?", parent="a1"),
-    reply("a2", text("West."), parent="u2", id="m2"),
-]
-FOOD = [user("u9", "Food?", parent="a1"), reply("a9", text("Rice."), parent="u9", id="m9")]
+@pytest.mark.parametrize(
+    ("main", "last", "notes"),
+    [
+        (AUDIT, "lost", {LOST: 1}),
+        ([*AUDIT[:2], UNREADABLE, *AUDIT[3:]], "r1", {UNKNOWN: 3}),
+        ([*BEFORE, boundary("b1", **OF_A2), SUMMARY], "a2", {UNTIMED: 1, SUMMARIES: 1}),
+    ],
+)
+def test_a_fork_whose_context_is_not_known_is_left_out_and_counted(main, last, notes, tmp_path):
+    side = [REF | {"parentLastUuid": last}, *TASK]
+    paths = [write_lines(tmp_path / "s.jsonl", *main), fork_file(tmp_path, *side)]
+    ((_, trajectory),), rejected = read_all(ADAPTER, *paths)
+    assert rejected == []
+    assert [step.agent for step in trajectory.steps] == ["main"]
+    assert trajectory.notes == notes
+
+
+TRIP = thread(u1="Plan.", a1="North.", u2="Then?", a2="West.")
+FOOD = thread("a1", u9="Food?", a9="Rice.")
 
 
 def in_session(name, records, *, renamed=False):
-    made = [record | {"sessionId": name} for record in records]
-    if renamed:
-        new = {record["uuid"]: f"{name}-{record['uuid']}" for record in made}
-        made = [
-            record
-            | {
-                "uuid": new[record["uuid"]],
-                "parentUuid": new.get(record["parentUuid"]),
-                "forkedFrom": {"sessionId": "a", "messageUuid": record["uuid"]},
-            }
-            for record in made
-        ]
-    return made
+    trajectory = [record | {"sessionId": name} for record in records]
+    for record in trajectory if renamed else ():
+        origin = {"sessionId": "a", "messageUuid": record["uuid"]}
+        for key in ("uuid", "parentUuid"):
+            record[key] = record[key] and f"{name}-{record[key]}"
+        record["forkedFrom"] = origin
+    return trajectory
+
+
+def read_sessions(tmp_path, **sessions):
+    """The trajectories of sessions, one a file in this order, and what was rejected."""
+    paths = [write_lines(tmp_path / name, *lines) for name, lines in sessions.items()]
+    runs, rejected = read_all(ADAPTER, *paths)
+    return {run.instance_id: trajectory for run, trajectory in runs}, rejected
 
 
 @pytest.mark.parametrize("renamed", [False, True])
 @pytest.mark.parametrize("num_copied", [2, 4])
 @pytest.mark.parametrize("first", ["origin", "fork"])
 def test_a_sample_that_two_sessions_have_is_trained_on_once(renamed, num_copied, first, tmp_path):
-    prefix = TRIP[:num_copied]
-    fork = in_session("b", [*prefix, *FOOD], renamed=renamed)
-    paths = [
-        write_lines(tmp_path / "a.jsonl", *in_session("a", TRIP)),
-        write_lines(tmp_path / "b.jsonl", *fork),
-    ]
-    found, rejected = read_all(ADAPTER, *(paths if first == "origin" else paths[::-1]))
+    files = {"origin": in_session("a", TRIP)}
+    files["fork"] = in_session("b", [*TRIP[:num_copied], *FOOD], renamed=renamed)
+    trajectory, rejected = read_sessions(tmp_path, **{first: files.pop(first)}, **files)
     assert rejected == []
-    made = [trajectory for _, trajectory in found]
-    answers = [
-        shown(m)
-        for each in made
-        for step in each.steps
-        for m in step.messages[step.num_given :]
-        if is_answer(m)
-    ]
-    assert sorted(answers) == ["North.", "Rice.", "West."]
-    assert sum(sum(each.notes.values()) for each in made) == num_copied // 2
+    assert answers_of(*trajectory.values()) == ["North.", "Rice.", "West."]
+    assert sum(sum(item.notes.values()) for item in trajectory.values()) == num_copied // 2
 
 
 def test_sessions_that_only_use_the_same_uuids_are_not_copies(tmp_path):
-    other = [user("u1", "Plan."), reply("a1", text("South."), parent="u1", id="m7")]
-    paths = [
-        write_lines(tmp_path / "a.jsonl", *in_session("a", TRIP)),
-        write_lines(tmp_path / "b.jsonl", *in_session("b", other)),
-    ]
-    found, _ = read_all(ADAPTER, *paths)
-    assert all(trajectory.notes == {} for _, trajectory in found)
+    other = [user("u1", "Plan."), reply("a1", "South.", "u1", id="m7")]
+    trajectories, _ = read_sessions(tmp_path, a=in_session("a", TRIP), b=in_session("b", other))
+    assert all(trajectory.notes == {} for trajectory in trajectories.values())
 
 
 def test_a_session_without_an_answer_of_its_own_is_rejected_as_a_copy(tmp_path):
-    paths = [
-        write_lines(tmp_path / "a.jsonl", *in_session("a", TRIP)),
-        write_lines(tmp_path / "b.jsonl", *in_session("b", TRIP)),
-    ]
-    ((run, _),), rejected = read_all(ADAPTER, *paths)
-    assert run.instance_id == "a"
+    trajectory, rejected = read_sessions(tmp_path, a=in_session("a", TRIP), b=in_session("b", TRIP))
+    assert list(trajectory) == ["a"]
     assert {r.error.rule for r in rejected} == {"duplicate_record"}
+
+
+def test_an_answer_that_a_fork_keeps_from_before_a_compaction_is_its_origins(tmp_path):
+    log = [*BEFORE, *thread("a2", u3="More?", a3="No.")]
+    fork = [boundary("b1", **KEPT), SUMMARY, BEFORE[2] | {"parentUuid": "s1"}, BEFORE[3]]
+    fork += thread("a2", u4="Which?", a4="Zebra.")
+    trajectory, rejected = read_sessions(tmp_path, a=in_session("a", fork), b=in_session("b", log))
+    assert rejected == []
+    assert rows(trajectory["a"]) == [ANSWERED]
+    assert rows(trajectory["b"]) == [([], [*TEXTS_BEFORE, "More?", "No."])]
 
 
 class Timed(list):
@@ -596,9 +475,7 @@ class Harness:
 
     def _add(self, make, *arguments, log=None, **fields):
         uuid = f"l{next(self.numbers)}"
-        (self.log if log is None else log).append(
-            make(uuid, *arguments, parent=self.tail, **fields)
-        )
+        (self.log if log is None else log).append(make(uuid, *arguments, self.tail, **fields))
         self.tail = uuid
         return uuid
 
@@ -612,7 +489,7 @@ class Harness:
         self.seen[said] = [each for _, each in self.context]
         states = {"whole": [said], "growing": [said[:4], said], "twice": [said, said]}[style]
         for state in states:
-            uuid = self._add(reply, text(state), id=id)
+            uuid = self._add(reply, state, id=id)
         self.context.append((uuid, said))
 
     def queue(self):
@@ -636,14 +513,14 @@ class Harness:
         of_edge, of_summary = ({"none": None, "end": self.tail, "edge": edge}[p] for p in parents)
         edged = boundary(edge, **((listed if by_list else ends) if kept else {}))
         self.log.append(edged | {"parentUuid": of_edge})
-        self.log.append(user(summary, said, parent=of_summary, isCompactSummary=True))
+        self.log.append(user(summary, said, of_summary, isCompactSummary=True))
         self.context = [(summary, said), *kept]
         self.tail = uuids[-1] if kept and not to_anchor else summary
 
     def retract(self):
         tail = self.tail
         number = next(self.numbers)
-        uuid = self._add(reply, text(f"partial {number}"), id=f"m{number}")
+        uuid = self._add(reply, f"partial {number}", id=f"m{number}")
         mark = f"l{next(self.numbers)}"
         retracted = {"retractedMessageUuids": [uuid]}
         self.log.append(system(mark, uuid, "model_refusal_fallback", **retracted))
@@ -663,7 +540,7 @@ class Harness:
             self.side.append(REF | {"agentId": f"f{number}", "parentLastUuid": tail})
         said = f"answer {number} of a fork."
         self._add(user, f"task {number}", log=self.side, **agent)
-        self._add(reply, text(said), log=self.side, id=f"m{number}", **agent)
+        self._add(reply, said, log=self.side, id=f"m{number}", **agent)
         self.seen[said] = [*(each for _, each in self.context), f"task {number}"]
         self.tail = tail
 
@@ -718,118 +595,35 @@ def test_every_text_that_the_model_saw_is_before_its_answer_in_order_once(script
     assert found == harness.seen, json.dumps(harness.log)
 
 
-def test_a_fork_of_a_kept_message_without_times_is_left_out_and_counted(tmp_path):
-    kept = {"preservedSegment": {"anchorUuid": "s", "headUuid": "a", "tailUuid": "a"}}
-    log = [
-        user("u", "Hi."),
-        reply("a", text("Ho."), parent="u"),
-        boundary("b", **kept),
-        user("s", "Summary.", parent="b", isCompactSummary=True),
-    ]
-    side = [
-        REF | {"agentId": "f", "parentLastUuid": "a"},
-        user("t", "Task.", parent="a", isSidechain=True, agentId="f"),
-        reply("o", text("Done."), parent="t", isSidechain=True, agentId="f"),
-    ]
-    paths = write_lines(tmp_path / "s.jsonl", *log), fork_file(tmp_path, *side)
-    ((_, made),), rejected = read_all(ADAPTER, *paths)
-    assert rejected == []
-    reason = "answers of a forked sub-agent whose log does not tell which context it inherited"
-    assert made.notes == {reason: 1, SUMMARIES: 1}
-    assert rows(made) == [([], ["Hi.", "Ho."])]
-
-
 def test_the_picture_of_a_file_is_sent_and_other_attachments_are_counted_by_kind(session):
-    data = {"type": "image", "file": {"base64": "iVBORw0KGgo=", "type": "image/png"}}
-    made = session(
+    file = {"base64": "iVBORw0KGgo=", "type": "image/png"}
+    data = {"type": "file", "filename": "/w/a.png", "content": {"type": "image", "file": file}}
+    trajectory = session(
         user("u1", "Look at @a.png"),
         attached("x", "u1", {"type": "date"}, rendered=[{"content": "It is May."}]),
-        attached("y", "x", {"type": "file", "filename": "/w/a.png", "content": data}),
+        attached("y", "x", data),
         attached("z", "y", {"type": "todo_reminder", "content": []}),
-        attached("w", "z", {"type": "session_context"}),
-        reply("a1", text("A dot."), parent="w", id="m1"),
+        *thread("z", a1="A dot."),
     )
-    (step,) = made.steps
-    lead, picture = step.messages[2]["content"]
+    lead, picture = trajectory.steps[0].messages[2]["content"]
     assert '{"file_path":"/w/a.png"}' in lead["text"]
-    assert picture["source"] == {
-        "type": "base64",
-        "media_type": "image/png",
-        "data": "iVBORw0KGgo=",
-    }
-    assert made.notes == {"attachments without the text that was sent (todo_reminder)": 1}
-
-
-def test_what_says_where_the_text_of_a_hook_comes_from_is_sent_with_it(session):
-    made = session(
-        user("u1", "Go."),
-        reply("a1", text("On."), parent="u1", id="m1"),
-        user("u2", "Keep going.", parent="a1", isMeta=True, hookTextLead="A hook says:"),
-        reply("a2", text("Done."), parent="u2", id="m2"),
-    )
-    assert rows(made) == [([], ["Go.", "On.", "A hook says:\nKeep going.", "Done."])]
-    assert made.unread == {}
+    source = {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}
+    assert picture["source"] == source
+    assert trajectory.notes == {"attachments without the text that was sent (todo_reminder)": 1}
 
 
 def test_a_mark_of_a_message_that_is_not_known_is_reported_and_facts_about_calls_are_not(session):
     made = session(
         user("u1", "Go.", mcpCallNotReadOnly="no_hint", isHidden=True),
-        reply("a1", text("On."), parent="u1", attributionMcpServer="z", attributionMcpTool="t"),
+        reply("a1", "On.", "u1", attributionMcpServer="z", attributionMcpTool="t"),
         system("l", "a1", "local_command", content="x", commandRun={"command": "usage"}, level="i"),
     )
     assert made.unread == {"user.isHidden": 1}
 
 
-@pytest.mark.parametrize("kept", [KEPT, SEGMENT])
-def test_what_cannot_be_read_is_not_read_again_where_a_compaction_keeps_it(kept, session):
-    made = session(
-        *BEFORE[:2],
-        user("u2", [{"type": "a_new_type"}], parent="a1"),
-        BEFORE[3],
-        boundary("b1", **kept),
-        SUMMARY,
-        user("u3", "Which?", parent="s1"),
-        reply("a3", text("Zebra."), parent="u3", id="m3"),
-    )
-    assert rows(made) == [([], ["Count.", "Three."])]
-    assert made.notes == {"answers after content of type 'a_new_type'": 2, SUMMARIES: 1}
-
-
-def test_a_fork_of_what_cannot_be_read_is_left_out_and_counted(tmp_path):
-    main = [*AUDIT[:2], user("r1", [{"type": "a_new_type"}], parent="a1"), *AUDIT[3:]]
-    side = [
-        REF,
-        user("f1", "Check.", parent="r1", **SIDE),
-        reply("f2", text("Fine."), parent="f1", id="m9", **SIDE),
-    ]
-    paths = [write_lines(tmp_path / "s.jsonl", *main), fork_file(tmp_path, *side)]
-    ((_, made),), rejected = read_all(ADAPTER, *paths)
-    assert rejected == []
-    assert [step.agent for step in made.steps] == ["main"]
-    assert made.notes == {"answers after content of type 'a_new_type'": 3}
-
-
-def test_an_answer_that_a_fork_keeps_from_before_a_compaction_is_its_origins(tmp_path):
-    log = [
-        *BEFORE,
-        user("u3", "More?", parent="a2"),
-        reply("a3", text("No."), parent="u3", id="m3"),
-    ]
-    fork = [
-        boundary("b1", **KEPT),
-        SUMMARY,
-        BEFORE[2] | {"parentUuid": "s1"},
-        BEFORE[3],
-        user("u4", "Which?", parent="a2"),
-        reply("a4", text("Zebra."), parent="u4", id="m4"),
-    ]
-    paths = [
-        write_lines(tmp_path / "a.jsonl", *in_session("a", fork)),
-        write_lines(tmp_path / "b.jsonl", *in_session("b", log)),
-    ]
-    found, rejected = read_all(ADAPTER, *paths)
-    assert rejected == []
-    assert [rows(made) for _, made in found] == [
-        [ANSWERED],
-        [([], ["Count.", "Three.", "Remember zebra.", "Noted.", "More?", "No."])],
-    ]
+@pytest.mark.parametrize("staying", [KEPT, SEGMENT])
+def test_what_cannot_be_read_is_not_read_again_where_a_compaction_keeps_it(staying, session):
+    unread = user("u2", [{"type": "a_new_type"}], "a1")
+    trajectory = session(*BEFORE[:2], unread, BEFORE[3], boundary("b1", **staying), SUMMARY, *AFTER)
+    assert rows(trajectory) == [([], ["Count.", "Three."])]
+    assert trajectory.notes == {UNKNOWN: 2, SUMMARIES: 1}

@@ -210,10 +210,3 @@ def test_damage_of_version_2_is_named(damage, tmp_path):
     found, rejected = read_all(ADAPTER, save(tmp_path / "1" / "history.json", document))
     assert found == []
     assert {r.error.rule for r in rejected} <= {"record_type", "message"}
-
-
-def test_other_text_is_named(tmp_path):
-    path = save(
-        tmp_path / "1" / "api_conversation_history.json", [TASK[0], TASK[3] | {"hint": "See a."}]
-    )
-    assert read_one(path)[1].unread == {"messages[message].hint": 1}

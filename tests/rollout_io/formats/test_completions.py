@@ -54,26 +54,12 @@ def _without_ids(text):
     return head.strip() + json.dumps([call["function"] for call in calls])
 
 
-def test_the_ids_of_a_whole_response_are_those_on_the_wire():
-    for record, row in zip(raw_calls("chat")[:1], rows_of("chat")[:1], strict=True):
-        response = record["response"]
-        assert row["prompt_token_ids"] == response["prompt_token_ids"]
-        assert row["response_ids"] == response["choices"][0]["token_ids"]
-        logprobs = [t["logprob"] for t in response["choices"][0]["logprobs"]["content"]]
-        assert row["rollout_logprobs"] == np.array(logprobs, np.float32).tolist()
-
-
 def test_each_prompt_of_a_batch_goes_with_its_own_choice():
     (record,) = [c for c in raw_calls("completions") if c["session"] == "text_batch/0"]
     rows = [r for r in rows_of("completions") if r["trajectory_id"] == "text_batch_0"]
     choices = record["response"]["choices"]
     assert len({tuple(c["prompt_token_ids"]) for c in choices}) == len(choices) > 1
     assert [r["prompt_token_ids"] for r in rows] == [c["prompt_token_ids"] for c in choices]
-
-
-def test_every_one_of_n_choices_is_a_step():
-    rows = [r for r in rows_of("chat") if r["instance_id"] == "chat_n2"]
-    assert [r["step_index"] for r in rows] == [0, 1, 0, 1]
 
 
 def test_litellm_keeps_ids_beside_the_choice_and_loses_those_of_a_streamed_prompt(tmp_path):

@@ -5,7 +5,6 @@ import pytest
 from rollout_io.cli.main import run
 from rollout_io.conversion.driver import Keywords, convert
 from rollout_io.conversion.summary import Summary
-from rollout_io.formats import kimi_cli
 from rollout_io.formats.contents import SELF, Contents, account, holds_text
 from rollout_io.formats.detect import load_formats, matches, recognize
 from rollout_io.formats.parsing.notes import noted, unread_in
@@ -175,15 +174,6 @@ def test_unread_content_has_the_same_counts_with_several_processes(tmp_path, smo
         for n in (1, 2)
     ]
     assert counts == [{"mood": 4}] * 2
-
-
-def test_a_key_beside_what_is_read_of_a_result_of_kimi_is_named():
-    event = {"type": "tool.result", "uuid": "u", "result": {"output": "a", "note": "End of file."}}
-    found = []
-    kimi_cli.ADAPTER.contents.unread(
-        {"type": "context.append_loop_event", "event": event}, found.append
-    )
-    assert found == ["context.append_loop_event.event.result.note"]
 
 
 def test_what_is_left_out_entirely_hides_nothing_beside_a_key_that_is_read_in_part():

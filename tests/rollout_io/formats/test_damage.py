@@ -10,9 +10,9 @@ from rollout_io.cli.main import run
 from rollout_io.formats.damage import damage_in, mended
 from rollout_io.formats.detect import explanation, load_formats
 from tests.conftest import ROOT
+from tests.helpers.conversation_writers import log_of, opencode_tables
 from tests.helpers.structural_logs import CONVERSATION
 from tests.rollout_io.formats.test_opencode import save_storage
-from tests.rollout_io.formats.test_source_is_kept import WRITERS, opencode_tables
 
 SHOP = ROOT / "examples" / "shop.calls.jsonl"
 FORMATS = load_formats().adapters
@@ -59,9 +59,8 @@ def test_what_has_no_value_is_not_called_json(content, tmp_path):
 @pytest.mark.parametrize("name", ["gemini_cli", "mini_swe_agent"])
 @pytest.mark.parametrize("indent", [None, 1])
 def test_a_document_that_was_cut_off_is_told_with_its_format(name, indent, tmp_path):
-    write, file = WRITERS[name]
-    messages = [m for m in CONVERSATION if m["role"] != "system"]
-    whole = json.dumps(json.loads(write(messages)), indent=indent)
+    content, file = log_of(name, [m for m in CONVERSATION if m["role"] != "system"])
+    whole = json.dumps(json.loads(content), indent=indent)
     path = tmp_path / file
     path.write_text(whole[: len(whole) * 4 // 5])
     error = explanation(str(path), path, FORMATS)
@@ -119,7 +118,7 @@ def test_a_directory_has_the_formats_that_convert_reads(tmp_path, capsys):
     logs = tmp_path / "logs"
     (logs / "deep").mkdir(parents=True)
     (logs / "shop.jsonl").write_text(SHOP.read_text())
-    (logs / "deep" / "pi.jsonl").write_text(WRITERS["pi"][0](CONVERSATION))
+    (logs / "deep" / "pi.jsonl").write_bytes(log_of("pi", CONVERSATION)[0])
     (logs / "notes.md").write_text("Notes\n")
     assert run(["formats", str(logs)]) == 0
     assert capsys.readouterr().out == f"{logs}: pi (1 log), calls (1 log); 1 entry skipped\n"

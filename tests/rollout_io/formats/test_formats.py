@@ -327,36 +327,6 @@ def test_a_generator_output_is_converted_with_the_place_of_each_row(tmp_path, ca
     assert "2 calls -> " in capsys.readouterr().err
 
 
-def test_metrics_of_a_whole_generator_output_go_to_the_history_and_convert_says_so(
-    tmp_path, capsys
-):
-    file = write_output(tmp_path / "step_1")
-    converted(tmp_path, file)
-    assert (
-        "rollout_metrics: see `made_by` in the metadata of the dataset" in capsys.readouterr().err
-    )
-    noted = rollout_io.read_metadata(tmp_path / "ds").made_by[-1]["rollout_metrics"]
-    assert noted == {str(file): {"generate/avg_num_tokens": 1.5}}
-
-
-@pytest.mark.slow
-def test_what_export_wrote_comes_back_as_it_was(tmp_path):
-    before = converted(tmp_path, SHOP, "--rewards", REWARDS)
-    rollout_io.write_generator_output(before, tmp_path / "output.json")
-    (tmp_path / "again").mkdir()
-    after = converted(tmp_path / "again", tmp_path / "output.json")
-    for name in set(rollout_io.to_generator_output(before)) & set(before.column_names):
-        assert after[name].equals(before[name]), name
-    for name in ("reward", "trajectory_id", "step_index", "is_last_step", "loss_mask"):
-        assert after[name].equals(before[name]), name
-
-
-def test_a_generator_output_is_recognized_in_any_order_of_its_keys(tmp_path, formats):
-    file = tmp_path / "sorted.json"
-    file.write_text(json.dumps(OUTPUT, sort_keys=True, indent=1))
-    assert recognize(file, formats) == ["skyrl"]
-
-
 def read_outputs(*paths, **choices):
     return rollout_io.read_log(paths, format="skyrl", **choices)
 
@@ -396,13 +366,6 @@ def test_a_bad_generator_output_is_refused_with_its_file(changes, says, tmp_path
         rollout_io.convert([a, b], tmp_path / "ds", format="skyrl")
     assert str(caught.value).startswith(says.format(a=a, b=b))
     assert not (tmp_path / "ds").exists()
-
-
-def test_rows_without_trajectory_ids_are_refused_with_a_way_out(tmp_path):
-    file = write_output(tmp_path / "a.json", trajectory_ids=None, is_last_step=None)
-    with pytest.raises(RolloutError, match="trajectory_ids") as caught:
-        read_outputs(file)
-    assert "--group-size n" in caught.value.hint
 
 
 def test_bad_generator_outputs_are_counted(tmp_path):

@@ -16,7 +16,6 @@ from rollout_io.formats.gemini_cli import (
     UNCALLED,
     WRITTEN,
 )
-from rollout_io.formats.start import Start
 from tests.helpers.adapter_helpers import planned, read_all, write_lines
 from tests.helpers.examples import examples
 from tests.helpers.line_log_helpers import check_records
@@ -124,48 +123,6 @@ def test_a_line_with_the_id_of_another_replaces_it_and_repeated_results_count_on
     assert step.messages[2]["tool_call_id"] == "c"
 
 
-def test_what_is_taken_back_or_compacted_stays_a_context_of_its_own(tmp_path):
-    lines = [
-        HEAD,
-        user("u", "Go."),
-        gemini("One.", id="a"),
-        user("v", "On."),
-        gemini("Two.", id="b"),
-    ]
-    lines += [{"$rewindTo": "v"}, user("w", "Back."), gemini("Three.", id="c")]
-    history = [user("s", "Summary."), gemini("Three.", id="c")]
-    lines += [{"$set": {"messages": history}}, user("x", "More."), gemini("Four.", id="d")]
-    steps = read_one(ADAPTER, write_lines(tmp_path / "s.jsonl", *lines)).steps
-    assert [said(step) for step in steps] == [
-        ["Go.", "One.", "On.", "Two."],
-        ["Go.", "One.", "Back.", "Three."],
-        ["Summary.", "Three.", "More.", "Four."],
-    ]
-    assert [step.num_given for step in steps] == [0, 2, 2]
-
-
-def test_sub_agents_belong_to_the_run_of_their_session(tmp_path):
-    (tmp_path / "s").mkdir()
-    main = write_lines(tmp_path / "a.jsonl", HEAD, user("u", "Go."), gemini("One."))
-    head = HEAD | {"sessionId": "helper", "kind": "subagent"}
-    sub = write_lines(tmp_path / "s" / "helper.jsonl", head, user("u", "Help."), gemini("Sure."))
-    ((run, found),), rejected = read_all(ADAPTER, sub, main)
-    assert rejected == []
-    assert (run.instance_id, len(run.places)) == ("s", 6)
-    assert [(step.agent, said(step)) for step in found.steps] == [
-        (None, ["Go.", "One."]),
-        ("helper", ["Help.", "Sure."]),
-    ]
-    write_lines(sub, head, b"{")
-    _, rejected = read_all(ADAPTER, sub, main)
-    assert sorted(r.error.rule for r in rejected) == ["incomplete_trajectory"] * 4 + ["json_line"]
-
-
-def test_a_session_in_which_the_model_wrote_nothing_has_no_calls(tmp_path):
-    _, ((_, error, _),) = read_all(ADAPTER, save(tmp_path / "s", session()))
-    assert error.rule == "no_calls"
-
-
 def test_the_files_of_a_session_are_one_run_and_a_copy_of_one_is_refused(tmp_path):
     files = [save(tmp_path / n, session(gemini(n) | {"id": n})) for n in "ab"]
     files.append(save(tmp_path / "c", session(gemini("b") | {"id": "b"})))
@@ -176,24 +133,6 @@ def test_the_files_of_a_session_are_one_run_and_a_copy_of_one_is_refused(tmp_pat
     assert [step.messages[-1]["content"] for step in steps] == ["a", "b"]
     assert [r.error.rule for r in plan.rejected] == ["duplicate_record"]
     assert plan.about["groups"].startswith("inferred: each session")
-
-
-def test_messages_with_roles_are_no_session_of_gemini(tmp_path):
-    document = {"sessionId": "s", "messages": [{"role": "user", "content": "x"}]}
-    assert not ADAPTER.recognizes(Start(save(tmp_path / "s", document)))
-
-
-def test_the_real_session_is_read(harness_logs):
-    path = harness_logs / "gemini_cli" / "gemini-cli-trajectory.json"
-    assert ADAPTER.recognizes(Start(path))
-    ((run, found),), rejected = read_all(ADAPTER, path)
-    assert rejected == []
-    assert run.instance_id == "cdd63974-c2a3-4f1c-931d-cce1db22ec03"
-    assert [(m["role"], m["content"][:24]) for m in found.steps[0].messages] == [
-        ("user", "Create a file called hel"),
-        ("assistant", "Okay, I've created the f"),
-    ]
-    assert found.user_values == {"model": "gemini-2.0-flash"}
 
 
 CALLS = [call("a", [response(output="x")], n=1), call("b", [{"text": "x"}])]

@@ -1,6 +1,5 @@
 """Sessions of Goose: its database, with sub-agents and compactions."""
 
-import json
 import sqlite3
 from contextlib import closing
 
@@ -10,6 +9,7 @@ from rollout_io.formats.contexts import SUMMARIES
 from rollout_io.formats.detect import load_formats, recognize
 from rollout_io.formats.goose import ADAPTER, FAILED, REPLACED, WRITTEN
 from tests.helpers.adapter_helpers import read_all
+from tests.helpers.conversation_writers import GOOSE_TABLES, save_opencode
 
 OLD = {"userVisible": True, "agentVisible": False}
 NEW = {"userVisible": False, "agentVisible": True}
@@ -32,23 +32,15 @@ def result(id, *content, is_list=False):
 
 def database(path, *messages, more=()):
     """A database with the session "s" and others; each message is (role, parts, metadata)."""
-    path.unlink(missing_ok=True)
-    with closing(sqlite3.connect(path)) as made:
-        made.execute("CREATE TABLE sessions (id TEXT, working_dir TEXT, parent_session_id TEXT)")
-        made.execute(
-            "CREATE TABLE messages (id INTEGER PRIMARY KEY, session_id TEXT, role TEXT, "
-            "content_json TEXT, created_timestamp INTEGER, metadata_json TEXT)"
-        )
-        for name, parent, own in [("s", None, messages), *more]:
-            made.execute("INSERT INTO sessions VALUES (?, '/w', ?)", (name, parent))
-            for role, content, *facts in own:
-                row = (name, role, json.dumps(content), json.dumps(facts[0]) if facts else None)
-                made.execute(
-                    "INSERT INTO messages (session_id, role, content_json, created_timestamp, "
-                    "metadata_json) VALUES (?, ?, ?, 1, ?)",
-                    row,
-                )
-        made.commit()
+    tables = {"sessions": [], "messages": []}
+    for name, parent, logged in [("s", None, messages), *more]:
+        session = {"id": name, "working_dir": "/w", "parent_session_id": parent}
+        tables["sessions"].append(session)
+        for role, content, *facts in logged:
+            row = {"id": len(tables["messages"]) + 1, "session_id": name, "role": role}
+            row |= {"content_json": content, "created_timestamp": 1}
+            tables["messages"].append(row | dict(zip(["metadata_json"], facts, strict=False)))
+    save_opencode(path, tables, GOOSE_TABLES)
     return path
 
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -50,44 +48,22 @@ def test_sub_agent_files_given_beside_their_run_are_read_once(golden, main_first
     assert convert(*paths).equals(alone)
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        (
-            "golden/terminus_2/hello-world-invalid-json.trajectory.json",
-            "none of the 4 calls has token ids",
-        ),
-        (
-            f"golden/terminus_2/{GOLDEN.replace('.', '-linear-history.')}.cont-1.json",
-            "none of the 4 calls",
-        ),
-        ("golden/openhands/hello-world.trajectory.json", "none of the 2 calls has token ids"),
-        ("golden/openhands/hello-world.trajectory.no_function_calling.json", "none of the 2 calls"),
-        ("atif_other/openagents.login-trace.trajectory.json", "none of the 6 calls has token ids"),
-    ],
-)
-def test_a_real_file_without_tokens_is_recognized_and_refused_for_that_reason(
-    harness_logs, name, reason
-):
-    path = harness_logs / "harbor" / name
-    error = refusal(path)
-    assert recognizes(Start(path))
-    assert (error.rule, reason in error.got) == ("no_token_ids", True), error
-
-
 def test_every_real_file_converts_or_is_refused_for_want_of_tokens_or_of_a_file(harness_logs):
     paths = sorted((harness_logs / "harbor").rglob("*.json"))
     refused = [path for path in paths if "trajectory" not in path.name or GOLDEN not in path.name]
     assert (len(paths), len(refused)) == (17, 13)
-    rules = {path: refusal(path).rule for path in refused}
+    errors = {path: refusal(path) for path in refused}
+    rules = {path: error.rule for path, error in errors.items()}
     (main,) = (path for path, rule in rules.items() if rule == "dangling_reference")
     assert main.name == f"{GOLDEN.replace('.', '-linear-history.')}.json"
-    assert "'trajectory.summarization-1-summary.json' does not exist" in refusal(main).got
+    assert "'trajectory.summarization-1-summary.json' does not exist" in errors[main].got
     exports = {path for path in refused if path.name.endswith(".traces.json")}
     assert {path for path, rule in rules.items() if rule == "harbor_export"} == exports
-    assert all(recognizes(Start(path)) for path in exports)
-    others = {rule for path, rule in rules.items() if path not in {main, *exports}}
-    assert others == {"no_token_ids"}
+    others = errors.keys() - {main, *exports}
+    assert {rules[path] for path in others} == {"no_token_ids"}
+    trajectories = [path for path in others if "trajectory" in path.name]
+    assert all("calls has token ids" in errors[path].got for path in trajectories)
+    assert all(recognizes(Start(path)) for path in (*exports, *trajectories))
 
 
 def test_json_lines_of_another_harness_are_not_taken_for_harbor(harness_logs):
@@ -98,16 +74,6 @@ def test_json_lines_of_another_harness_are_not_taken_for_harbor(harness_logs):
         "harbor_input",
         "the file has several JSON documents (JSON Lines)",
     )
-
-
-def test_real_results_with_empty_details_are_refused_and_counted(tmp_path, real_trials):
-    for record in real_trials:
-        write_trial(tmp_path, record)
-    error = refusal(tmp_path)
-    assert error.rule == "no_token_ids"
-    assert error.got == "the value is an empty list although collect_rollout_details is true"
-    assert "result.json, $.agent_result.rollout_details" in error.where
-    assert "(and 2 more records rejected: " in error.sentence
 
 
 def test_a_trial_gives_a_row_per_call_with_its_outcome_on_the_last(tmp_path, trial):
@@ -213,12 +179,6 @@ def test_several_reward_keys_need_a_choice_which_a_rewards_file_is(tmp_path, tri
     rewards = write(tmp_path / "rewards.jsonl", {"session": "fix-git/0", "reward": 0.75})
     row = convert(path, rewards=rewards).row(0, named=True)
     assert (row["reward"], row["metrics"]) == (0.75, '{"style": 0.5, "tests": 1.0}')
-
-
-def test_a_reward_for_a_trial_that_is_not_there_is_refused(tmp_path, trial):
-    path = write_trial(tmp_path / "job", trial("t"))
-    rewards = write(tmp_path / "rewards.jsonl", {"session": "fix-git/1", "reward": 0.75})
-    assert refusal(path, rewards=rewards).rule == "unknown_session"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Folders of ATIF trajectories outside a job, with exports and incomplete runs beside them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -18,16 +16,16 @@ from tests.helpers.harbor_helpers import GOLDEN, agent_step, atif, refers, write
 TRACES = [{"conversations": [{"role": "user", "content": "hi"}], "episode": "0", "trial_name": "t"}]
 
 
-def trajectory(path: Path, **fields: object) -> Path:
+def trajectory(path, **fields):
     return write(path, atif(agent_step(1, [1, 2], [3]), **fields))
 
 
-def rejected(out: Path) -> dict[str, str]:
+def rejected(out):
     lines = (out.parent / f"{out.name}.rejected.jsonl").read_text().splitlines()
     return {Path(line["source"]).name: line["rule"] for line in map(json.loads, lines)}
 
 
-def test_an_agent_folder_without_a_result_is_read_as_a_trajectory(tmp_path: Path) -> None:
+def test_an_agent_folder_without_a_result_is_read_as_a_trajectory(tmp_path):
     trajectory(tmp_path / "one" / "agent" / "trajectory.json")
     (tmp_path / "one" / "agent" / "terminus.log").write_text("log")
     trajectory(tmp_path / "many" / "a" / "agent" / "trajectory.json")
@@ -42,14 +40,14 @@ def test_an_agent_folder_without_a_result_is_read_as_a_trajectory(tmp_path: Path
     assert row["reward"] is None
 
 
-def test_an_agent_folder_with_a_damaged_trajectory_is_an_error(tmp_path: Path) -> None:
+def test_an_agent_folder_with_a_damaged_trajectory_is_an_error(tmp_path):
     (tmp_path / "trial" / "agent").mkdir(parents=True)
     (tmp_path / "trial" / "agent" / "trajectory.json").write_text("{")
     with pytest.raises(RolloutError, match=r"trajectory\.json"):
         convert(tmp_path / "trial", tmp_path / "ds", format="harbor")
 
 
-def test_exports_beside_logs_are_skipped_and_counted(tmp_path: Path) -> None:
+def test_exports_beside_logs_are_skipped_and_counted(tmp_path):
     folder = tmp_path / "logs"
     trajectory(folder / "a.trajectory.json")
     export = write(folder / "a.traces.json", TRACES)
@@ -64,7 +62,7 @@ def test_exports_beside_logs_are_skipped_and_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_an_export_that_is_named_or_alone_is_rejected(tmp_path: Path, *, named: bool) -> None:
+def test_an_export_that_is_named_or_alone_is_rejected(tmp_path, *, named):
     folder = tmp_path / "logs"
     export = write(folder / "a.traces.json", TRACES)
     given = [str(folder)]
@@ -75,7 +73,7 @@ def test_an_export_that_is_named_or_alone_is_rejected(tmp_path: Path, *, named: 
         convert(given, tmp_path / "ds")
 
 
-def test_the_files_of_a_rejected_run_are_rejected_with_it(tmp_path: Path) -> None:
+def test_the_files_of_a_rejected_run_are_rejected_with_it(tmp_path):
     folder = tmp_path / "logs"
     lost = refers(2, {"session_id": "s", "trajectory_path": "lost.json"})
     head = atif(agent_step(1, [1], [2]), lost, continued_trajectory_ref="run.cont-1.json")
@@ -99,8 +97,8 @@ def test_the_files_of_a_rejected_run_are_rejected_with_it(tmp_path: Path) -> Non
 
 
 def test_a_real_continuation_of_an_incomplete_run_is_not_a_trajectory(
-    harness_logs: Path, smollm2_dir: Path, tmp_path: Path
-) -> None:
+    harness_logs, smollm2_dir, tmp_path
+):
     name = GOLDEN.replace(".", "-linear-history.")
     for suffix in (".json", ".cont-1.json"):
         shutil.copy(harness_logs / "harbor/golden/terminus_2" / f"{name}{suffix}", tmp_path)
@@ -109,9 +107,7 @@ def test_a_real_continuation_of_an_incomplete_run_is_not_a_trajectory(
         convert(tmp_path, tmp_path / "ds", **choices)
 
 
-def test_convert_says_that_ids_without_text_were_not_compared(
-    smollm2_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_convert_says_that_ids_without_text_were_not_compared(smollm2_dir, tmp_path, capfd):
     steps = [agent_step(1, [1, 2], [3])]
     write(tmp_path / "logs" / "silent.json", atif(*[step | {"message": ""} for step in steps]))
     args = ["convert", str(tmp_path / "logs"), "--out"]
@@ -128,9 +124,7 @@ def test_convert_says_that_ids_without_text_were_not_compared(
     assert "could not be compared" not in said
 
 
-def test_trajectories_whose_ids_were_compared_are_counted_apart(
-    smollm2_dir: Path, tmp_path: Path
-) -> None:
+def test_trajectories_whose_ids_were_compared_are_counted_apart(smollm2_dir, tmp_path):
     from rollout_io.retokenize import load_tokenizer
 
     tokenizer = load_tokenizer(str(smollm2_dir))

@@ -9,15 +9,14 @@ import pytest
 
 import rollout_io
 from rollout_io.cli.main import run
-from tests.helpers.structural_logs import CONVERSATION
-from tests.helpers.view_helpers import Asked
-from tests.rollout_io.formats.test_opencode import save_storage
-from tests.rollout_io.formats.test_source_is_kept import (
-    SYSTEM_IS_USER,
-    WRITERS,
+from tests.helpers.conversation_writers import (
+    log_of,
     opencode_tables,
     save_opencode,
 )
+from tests.helpers.structural_logs import CONVERSATION
+from tests.helpers.view_helpers import Asked
+from tests.rollout_io.formats.test_opencode import save_storage
 
 pytestmark = pytest.mark.model
 
@@ -68,9 +67,7 @@ HOMES += (".factory", ".grok", ".local/share/opencode")
 def home(tmp_path):
     """A home directory with a session of each harness, named after it, and files that are no logs."""
     for name, file in LOGS.items():
-        rename = {"system": "user"} if name in SYSTEM_IS_USER else {}
-        messages = [m | {"role": rename.get(m["role"], m["role"])} for m in CONVERSATION]
-        text = WRITERS[name][0](messages)
+        text = log_of(name, CONVERSATION)[0].decode()
         for key in ("sessionId", "id"):
             text = text.replace(f'"{key}": "s"', f'"{key}": "s-{name.split(",")[0]}"')
         write(tmp_path / file, text)

@@ -3,7 +3,6 @@ import shutil
 import zipfile
 from pathlib import Path
 
-import msgspec
 import pyarrow as pa
 import pytest
 from hypothesis import given
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 from rollout_io.formats.engines import archives
 from rollout_io.formats.engines.archives import REPLACED
 from rollout_io.formats.inspect_ai import ADAPTER
-from rollout_io.formats.inspect_ai_samples import Sample, calls_of
 from rollout_io.formats.parsing.notes import noted
 from rollout_io.formats.start import Start
 from schemas.errors import RolloutError
@@ -124,25 +122,6 @@ def test_the_real_sample_of_tool_results_alone_is_refused(logs):
     assert (run.instance_id, run.repetition_id) == ("1", 4)
     with pytest.raises(RolloutError, match=r"samples\[0\]"):
         read_one(ADAPTER, path)
-
-
-def test_a_real_log_converts_with_a_tokenizer(security_guide, tmp_path, smollm2_dir):
-    done, table = convert_with(ADAPTER, [security_guide], tmp_path, tokenizer=str(smollm2_dir))
-    assert (done.summary.num_records, done.summary.num_written) == (3, 3)
-    assert table.column("trajectory_id").to_pylist() == ["1_1", "2_1", "3_1"]
-    assert table.column("reward").to_pylist() == [1.0] * 3
-
-
-def test_white_space_of_a_log_changes_nothing(tmp_path):
-    call = {"id": "c", "type": "function", "function": "ls", "arguments": {"path": ["a", 1.0]}}
-    asked, result = assistant("", tool_calls=[call]), {"role": "tool", "content": "x"}
-    events = [model([USER], asked), model([USER, asked, result], assistant("a"))]
-    document = log(sample(events=events))
-    save(tmp_path / "a.json", document)
-    (tmp_path / "b.json").write_text(json.dumps(document, indent=2), encoding="utf-8")
-    one, other = (read_one(ADAPTER, tmp_path / name) for name in ("a.json", "b.json"))
-    assert [roles(step) for step in other.steps] == ["uata"]
-    assert [s.messages for s in one.steps] == [s.messages for s in other.steps]
 
 
 def test_an_archive_as_inspect_writes_it_today_reads_as_its_document():
@@ -314,13 +293,6 @@ def test_a_failed_tool_says_its_error_as_inspect_sends_it(tmp_path):
     }
 
 
-def test_given_examples_are_no_calls():
-    given_reply = {"role": "assistant", "content": "shown", "source": "input"}
-    record = sample(messages=[USER, given_reply, USER, assistant("a")])
-    (call,) = calls_of(msgspec.json.decode(json.dumps(record), type=Sample), "a.json")
-    assert (len(call.prompt), call.reply["content"]) == (3, "a")
-
-
 def test_exact_ids_of_raw_responses_are_steps(tmp_path):
     event = model([USER], assistant("a"), call=EXACT)
     record = sample(events=[event], scores={"s": {"value": "C"}})
@@ -394,12 +366,6 @@ def test_a_damaged_archive_is_refused_by_name(tmp_path):
     assert not ADAPTER.recognizes(Start(path))
     _, (rejected,), _ = found_in(ADAPTER, path)
     assert rejected.error.rule == "zip_archive"
-
-
-def test_other_archives_are_not_recognised(tmp_path):
-    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
-        archive.writestr("model/data.pkl", b"")
-    assert not ADAPTER.recognizes(Start(tmp_path / "a.zip"))
 
 
 TOOL_CALL = {"id": "c", "function": "f", "arguments": {"a": 1}}

@@ -40,20 +40,15 @@ def with_ids(record, ids):
     return record
 
 
-@pytest.mark.parametrize("ids", [1234, "7,8", {"7": 8}, "", True, 1.5])
-def test_a_chunk_whose_ids_are_no_list_is_refused(ids, tmp_path):
-    assert refusal(tmp_path, with_ids(wire("chat", "chat/1"), ids)) == "record_type"
-
-
-@pytest.mark.parametrize("ids", [["7"], [[7]], [7.5], [None], [True], {"7": 8}, 7, "7"])
+@pytest.mark.parametrize(
+    "ids", [["7"], [[7]], [7.5], [None], [True], {"7": 8}, 7, "7", "7,8", "", True, 1.5]
+)
 def test_ids_that_are_no_whole_numbers_are_refused_whole_and_streamed(ids, tmp_path):
-    whole = wire("chat", "chat/0")
-    whole["response"]["choices"][0]["token_ids"] = ids
-    assert refusal(tmp_path, whole) == "record_type"
-    assert refusal(tmp_path, with_ids(wire("chat", "chat/1"), ids)) == "record_type"
-    whole = wire("chat", "chat/0")
-    whole["response"]["prompt_token_ids"] = ids
-    assert refusal(tmp_path, whole) == "record_type"
+    answered, question = wire("chat", "chat/0"), wire("chat", "chat/0")
+    answered["response"]["choices"][0]["token_ids"] = ids
+    question["response"]["prompt_token_ids"] = ids
+    for record in (answered, question, with_ids(wire("chat", "chat/1"), ids)):
+        assert refusal(tmp_path, record) in {"record_type", "nonempty_response", "nonempty_prompt"}
 
 
 def test_another_prompt_in_a_later_chunk_or_choice_is_refused(tmp_path):
@@ -162,21 +157,12 @@ def test_log_probabilities_of_tokens_must_spell_the_response(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "text"),
-    [
-        ([" a", "", " b"], " a\ufffd b"),
-        ([" a", "\ufffd", " b"], " a b"),
-        ([" caf", "", "\u00e9", ""], " caf\u00e9\ufffd"),
-    ],
-)
-def test_a_fragment_of_a_character_may_be_empty_in_tokens_and_text(tokens, text):
-    assert holds("".join(tokens), text)
-    assert not holds("".join(tokens), f"{text}!")
-
-
-@pytest.mark.parametrize(
     ("tokens", "text", "is_held"),
     [
+        (" a b", " a\ufffd b", True),
+        (" a\ufffd b", " a b", True),
+        (" caf\u00e9", " caf\u00e9\ufffd", True),
+        (" caf\u00e9", " caf\u00e9\ufffd!", False),
         ("\u4f60\u597d\ufffd\ufffd", "\u4f60\u597d\U0001f600", True),
         ("\u4f60\u597d\ufffd\ufffd", "\u518d\u89c1\U0001f600", False),
         ("\ufffd\u4f60\u597d", "\u518d\u4f60\u597d", True),

@@ -1,12 +1,8 @@
 """Logs of any names: `--map`, and what is suggested for a file of an unknown format."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import shlex
-from pathlib import Path
-from typing import Any
 
 import polars as pl
 import pyarrow as pa
@@ -19,8 +15,8 @@ from rollout_io import convert, read, read_log
 from rollout_io.cli.main import run
 from schemas import check
 from schemas.errors import ConfigError, InputError, RolloutError
+from tests.helpers.examples import examples
 
-Record = dict[str, Any]
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "2+2?"}], "temperature": 1.0}
 NAMES = {
     "session": "problem",
@@ -32,27 +28,27 @@ NAMES = {
 TEMPLATE = "chatml_tools_thinking"
 
 
-def exact(*ids: int, text: str = "4") -> Record:
+def exact(*ids, text="4"):
     message = {"role": "assistant", "content": text}
     values = {"content": [{"logprob": -0.5} for _ in ids]}
     choice = {"index": 0, "message": message, "token_ids": ids, "logprobs": values}
     return {"prompt_token_ids": [1, 2, 3], "choices": [choice | {"finish_reason": "stop"}]}
 
 
-def said(text: str) -> Record:
+def said(text):
     return {"choices": [{"message": {"role": "assistant", "content": text}}]}
 
 
-def own(problem: str, attempt: int, response: Any, **more: Any) -> Record:
+def own(problem, attempt, response, **more):
     return {"problem": problem, "try": attempt, "call": {"req": CHAT, "resp": response}} | more
 
 
-def write(path: Path, *records: Any) -> Path:
+def write(path, *records):
     path.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
     return path
 
 
-def rows(log: Path, **options: Any) -> pl.DataFrame:
+def rows(log, **options):
     table = read_log(log, map=options.pop("map", NAMES), **options)
     assert check(table).is_empty()
     return pl.DataFrame(
@@ -60,13 +56,13 @@ def rows(log: Path, **options: Any) -> pl.DataFrame:
     )
 
 
-def refusal(log: Path, **options: Any) -> RolloutError:
+def refusal(log, **options):
     with pytest.raises(RolloutError) as caught:
         read_log(log, map=options.pop("map", NAMES), **options)
     return caught.value
 
 
-def test_records_of_any_names_become_exact_rows_grouped_by_task(tmp_path: Path) -> None:
+def test_records_of_any_names_become_exact_rows_grouped_by_task(tmp_path):
     log = write(
         tmp_path / "own.jsonl",
         own("p-2", 1, exact(7), score=1),
@@ -82,12 +78,14 @@ def test_records_of_any_names_become_exact_rows_grouped_by_task(tmp_path: Path) 
 
 
 @settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(40),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(turns=st.lists(st.integers(1, 4), min_size=1, max_size=5), data=st.data())
 def test_calls_in_nested_lists_are_the_runs_that_lines_with_one_call_each_are(
-    turns: list[int], data: st.DataObject, tmp_path: Path
-) -> None:
+    turns, data, tmp_path
+):
     ids = st.lists(st.integers(0, 99), min_size=1, max_size=3)
     calls = [[exact(*data.draw(ids)) for _ in range(number)] for number in turns]
     nested = [
@@ -111,7 +109,7 @@ def test_calls_in_nested_lists_are_the_runs_that_lines_with_one_call_each_are(
     assert rows(tmp_path / "object.json", map=documents).drop("source", "messages").equals(expected)
 
 
-def test_the_rows_of_tables_compressed_files_and_bodies_as_strings_are_read(tmp_path: Path) -> None:
+def test_the_rows_of_tables_compressed_files_and_bodies_as_strings_are_read(tmp_path):
     records = [own("p", n, exact(4, n), score=n) for n in range(2)]
     expected = rows(write(tmp_path / "own.jsonl", *records)).drop("source", "messages")
     packed = tmp_path / "packed.jsonl.gz"
@@ -167,8 +165,8 @@ CHUNKS = [
     ],
 )
 def test_bodies_without_ids_of_each_api_are_retokenized(
-    request_body: Any, response: Any, text: str, tmp_path: Path, smollm2_dir: Path
-) -> None:
+    request_body, response, text, tmp_path, smollm2_dir
+):
     log = write(tmp_path / "own.jsonl", {"in": request_body, "out": response})
     names = {"request": "in", "response": "out"}
     assert refusal(log, map=names).rule == "no_token_ids"
@@ -177,9 +175,7 @@ def test_bodies_without_ids_of_each_api_are_retokenized(
     assert text in str(found["response_text"][0]) + str(found["messages"][0])
 
 
-def test_the_calls_of_one_context_are_one_row_with_its_tools(
-    tmp_path: Path, smollm2_dir: Path
-) -> None:
+def test_the_calls_of_one_context_are_one_row_with_its_tools(tmp_path, smollm2_dir):
     turns = [{"q": ANTHROPIC, "a": CALLED}, {"q": SECOND, "a": DONE}]
     log = write(tmp_path / "own.jsonl", {"turns": turns, "passed": True})
     names = {"request": "turns[*].q", "response": "turns[*].a", "reward": "passed"}
@@ -189,9 +185,7 @@ def test_the_calls_of_one_context_are_one_row_with_its_tools(
     assert roles == ["system", "user", "assistant", "tool", "assistant"]
 
 
-def test_a_call_without_ids_beside_calls_with_ids_is_refused_at_its_line(
-    tmp_path: Path, smollm2_dir: Path
-) -> None:
+def test_a_call_without_ids_beside_calls_with_ids_is_refused_at_its_line(tmp_path, smollm2_dir):
     log = write(tmp_path / "own.jsonl", own("p", 0, exact(4)), own("p", 0, said("no")))
     names = {name: path for name, path in NAMES.items() if name != "reward"}
     error = refusal(log, map=names, tokenizer=smollm2_dir)
@@ -207,8 +201,8 @@ def test_a_call_without_ids_beside_calls_with_ids_is_refused_at_its_line(
     ],
 )
 def test_a_path_that_no_record_has_is_refused_with_the_paths_that_exist(
-    names: dict[str, str], path: str, near: str | None, tmp_path: Path
-) -> None:
+    names, path, near, tmp_path
+):
     log = write(tmp_path / "own.jsonl", own("p", 0, exact(4), score=1))
     error = refusal(log, map=NAMES | names)
     assert (error.rule, error.where) == ("mapped_keys", f"{log}:1")
@@ -225,15 +219,13 @@ def test_a_path_that_no_record_has_is_refused_with_the_paths_that_exist(
         ({"request": "a[*].q", "response": "b[*].r"}, "is in another list"),
     ],
 )
-def test_a_mapping_that_makes_no_sense_is_refused_before_anything_is_read(
-    names: dict[str, str], got: str
-) -> None:
+def test_a_mapping_that_makes_no_sense_is_refused_before_anything_is_read(names, got):
     with pytest.raises(ConfigError) as caught:
         read_log("absent.jsonl", map=names)
     assert (caught.value.where, got in caught.value.got) == ("--map", True)
 
 
-def test_errors_name_the_keys_of_the_log_and_its_line(tmp_path: Path) -> None:
+def test_errors_name_the_keys_of_the_log_and_its_line(tmp_path):
     bad = own("p", 1, exact(4), score="high")
     log = write(tmp_path / "own.jsonl", own("p", 0, exact(4), score=1), bad)
     error = refusal(log)
@@ -244,7 +236,7 @@ def test_errors_name_the_keys_of_the_log_and_its_line(tmp_path: Path) -> None:
     assert (error.rule, error.where) == ("nonempty_prompt", f"{log}:1, turns[1]")
 
 
-def test_a_record_that_lacks_a_key_rejects_its_run_alone(tmp_path: Path) -> None:
+def test_a_record_that_lacks_a_key_rejects_its_run_alone(tmp_path):
     cut = own("p", 0, exact(5))
     del cut["call"]["resp"]
     log = write(tmp_path / "own.jsonl", own("p", 0, exact(4)), cut, own("p", 1, exact(6), score=1))
@@ -257,9 +249,7 @@ def test_a_record_that_lacks_a_key_rejects_its_run_alone(tmp_path: Path) -> None
     assert {line["rule"] for line in rejected} == {"mapped_keys", "incomplete_trajectory"}
 
 
-def test_what_is_not_mapped_is_counted_and_numbers_and_labels_are_kept(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_not_mapped_is_counted_and_numbers_and_labels_are_kept(tmp_path, capsys):
     record = own("p", 0, exact(4), score=1, hint="Think of apples.", task_id="sums", speed=2.5)
     log, out = write(tmp_path / "own.jsonl", record), str(tmp_path / "ds")
     names = ",".join(f"{name}={path}" for name, path in NAMES.items())
@@ -269,9 +259,7 @@ def test_what_is_not_mapped_is_counted_and_numbers_and_labels_are_kept(
     assert (row["task_id"], row["metrics"]) == ("sums", [{"key": "speed", "value": 2.5}])
 
 
-def test_another_reward_is_named_and_chosen_with_reward(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_reward_is_named_and_chosen_with_reward(tmp_path, capsys):
     line = {"session": "p/0", "request": CHAT, "response": exact(4), "score": 0.5}
     log, out = str(write(tmp_path / "calls.jsonl", line)), str(tmp_path / "ds")
     assert run(["convert", log, "--out", f"{out}0"]) == 0
@@ -283,7 +271,7 @@ def test_another_reward_is_named_and_chosen_with_reward(
     assert read(out).column("reward").to_pylist() == [0.5]
 
 
-UNKNOWN: list[tuple[Any, str]] = [
+UNKNOWN = [
     (own("p", 0, exact(4), score=1), "with token ids under `call.resp`"),
     ({"req": CHAT, "resp": said("4")}, "OpenAI completions under `resp`"),
     ({"uid": 1, "log": [{"q": ANTHROPIC, "a": DONE}]}, "Anthropic's Messages API under `log[*].a`"),
@@ -316,13 +304,13 @@ UNKNOWN: list[tuple[Any, str]] = [
 @pytest.mark.parametrize(("record", "looks"), UNKNOWN)
 @pytest.mark.parametrize("is_document", [False, True])
 def test_an_unknown_file_is_told_what_it_looks_like_and_the_mapping_converts_as_pasted(
-    record: Any,
-    looks: str,
-    is_document: bool,  # noqa: FBT001
-    tmp_path: Path,
-    smollm2_dir: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    record,
+    looks,
+    is_document,
+    tmp_path,
+    smollm2_dir,
+    capsys,
+):
     log = tmp_path / "own.json"
     log.write_text(json.dumps(record, indent=1 if is_document else None))
     assert run(["convert", str(log), "--out", str(tmp_path / "no")]) == 1
@@ -336,7 +324,7 @@ def test_an_unknown_file_is_told_what_it_looks_like_and_the_mapping_converts_as_
     assert read(tmp_path / "ds").num_rows == 1
 
 
-def test_keys_that_later_records_have_are_in_the_mapping_that_is_suggested(tmp_path: Path) -> None:
+def test_keys_that_later_records_have_are_in_the_mapping_that_is_suggested(tmp_path):
     calls = [own("p", 0, exact(4)), own("p", 0, exact(5)) | {"score": 0.5}]
     calls = [call | {"ts": 2.0 - i} for i, call in enumerate(calls)]
     log = write(tmp_path / "own.jsonl", *calls)
@@ -348,15 +336,13 @@ def test_keys_that_later_records_have_are_in_the_mapping_that_is_suggested(tmp_p
     assert read_log(log, map=mapping)["response_ids"].to_pylist() == [[5], [4]]
 
 
-def test_responses_without_requests_and_ids_are_told_that_no_mapping_reads_them(
-    tmp_path: Path,
-) -> None:
+def test_responses_without_requests_and_ids_are_told_that_no_mapping_reads_them(tmp_path):
     with pytest.raises(InputError, match="without requests or token ids") as caught:
         read_log(write(tmp_path / "own.jsonl", {"custom_id": "a", "response": {"body": said("4")}}))
     assert caught.value.hint == "log the requests too"
 
 
-def test_calls_in_a_line_that_is_cut_off_reject_the_whole_run(tmp_path: Path) -> None:
+def test_calls_in_a_line_that_is_cut_off_reject_the_whole_run(tmp_path):
     log = write(
         tmp_path / "own.jsonl", own("p", 0, exact(4), score=1), own("q", 0, exact(5), score=1)
     )
@@ -366,7 +352,7 @@ def test_calls_in_a_line_that_is_cut_off_reject_the_whole_run(tmp_path: Path) ->
     assert read(tmp_path / "ds").column("instance_id").to_pylist() == ["q"]
 
 
-def test_a_task_without_an_attempt_is_never_suggested_as_the_name_of_a_run(tmp_path: Path) -> None:
+def test_a_task_without_an_attempt_is_never_suggested_as_the_name_of_a_run(tmp_path):
     records = [{"task": "sum", "q": CHAT, "a": exact(n)} for n in range(1, 4)]
     with pytest.raises(InputError) as caught:
         read_log(write(tmp_path / "own.jsonl", *records))

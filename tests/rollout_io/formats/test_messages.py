@@ -86,40 +86,6 @@ def test_canonical_json_keeps_order_and_digits_and_what_is_no_json(text, expecte
     assert canonical_json(text) == expected
 
 
-def test_blocks_of_anthropic_are_thoughts_text_calls_and_results():
-    use = {"type": "tool_use", "id": "c", "name": "f", "input": {"n": 1.0}}
-    thought = {"type": "thinking", "thinking": "why", "signature": "x"}
-    results = [
-        {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "1"}]},
-        {"type": "tool_result", "tool_use_id": "d", "content": "2"},
-    ]
-    found = made(
-        said([thought, {"type": "text", "text": "x"}, use]),
-        {"role": "user", "content": results},
-        {"role": "user", "content": [*results[:1], {"type": "text", "text": "go on"}]},
-    )
-    answer, first, second, third, user = found
-    assert answer == said("x", reasoning_content="why", tool_calls=[call("f", '{"n":1.0}', "c")])
-    assert first == third == {"role": "tool", "content": "1", "tool_call_id": "c"}
-    assert second == {"role": "tool", "content": "2", "tool_call_id": "d"}
-    assert user == {"role": "user", "content": "go on"}
-
-
-def test_a_response_of_items_is_one_message_and_the_output_of_a_tool_another():
-    items = [
-        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "why"}]},
-        {"type": "message", "content": [{"type": "output_text", "text": "x"}]},
-        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
-        {"type": "custom_tool_call", "call_id": "d", "name": "g", "input": "ls"},
-    ]
-    output = {"type": "function_call_output", "call_id": "c", "output": "done"}
-    calls = [call("f", "{}", "c"), call("g", '{"input":"ls"}', "d")]
-    assert made({"object": "response", "output": items}, output) == [
-        said("x", reasoning_content="why", tool_calls=calls),
-        {"role": "tool", "content": "done", "tool_call_id": "c"},
-    ]
-
-
 @pytest.mark.parametrize(
     ("message", "rule"),
     [

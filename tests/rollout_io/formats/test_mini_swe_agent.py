@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_io.formats.mini_swe_agent import ADAPTER, UNREADABLE
-from rollout_io.formats.start import Start
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import convert_with
 from tests.helpers.adapter_helpers import read_all as read_noted
@@ -13,7 +12,6 @@ from tests.helpers.text_log_helpers import (
     check_survives,
     found_in,
     mutated,
-    read_all,
     read_one,
     roles,
     save,
@@ -66,11 +64,6 @@ def test_a_real_run_of_the_first_version_is_one_conversation_without_a_reward(lo
     assert found.user_values["exit_status"] == "Submitted"
 
 
-def test_the_real_bare_list_of_messages_ends_with_the_last_reply(logs):
-    (conversation,) = read_one(ADAPTER, logs / "github_issue.traj.json").steps
-    assert roles(conversation) == "su" + "au" * 9 + "a"
-
-
 def unused(text="Use the tool.", **extra):
     """The error message in place of an answer that the program could not use."""
     extra = {"interrupt_type": "FormatError", "cost": 0.0, **extra}
@@ -116,22 +109,6 @@ def test_an_answer_with_a_format_error_that_is_not_in_the_log_is_counted(tmp_pat
     assert (found.notes, roles(found.steps[0])) == ({UNREADABLE: 1}, "suaua")
 
 
-def test_text_alone_is_refused_with_the_hint_to_retokenize(logs, tmp_path):
-    with pytest.raises(
-        RolloutError, match=r"the log has text but no token ids.*\[no_token_ids\]"
-    ) as found:
-        convert_with(ADAPTER, [logs / "github_issue.traj.json"], tmp_path)
-    assert "--tokenizer" in found.value.hint
-
-
-def test_text_becomes_one_retokenized_row_where_a_tokenizer_is_given(logs, tmp_path, smollm2_dir):
-    files = sorted(logs.iterdir())
-    done, table = convert_with(ADAPTER, files, tmp_path, tokenizer=str(smollm2_dir))
-    assert (done.summary.num_records, done.summary.num_written) == (2, 2)
-    assert table.column("token_source").to_pylist() == ["retokenized"] * 2
-    assert [len(row) for row in table.column("segments").to_pylist()] == [10, 3]
-
-
 def test_instances_are_stated_or_named_by_directory_and_file(tmp_path):
     stated = save(tmp_path / "x.traj.json", v2(assistant()))
     record = v2(assistant(), instance_id=None)
@@ -147,21 +124,6 @@ def test_instances_are_stated_or_named_by_directory_and_file(tmp_path):
     ]
     assert about["groups"].startswith("inferred")
     assert found_in(ADAPTER, stated)[2] == {}
-
-
-def test_two_runs_of_one_instance_are_its_repetitions(tmp_path):
-    one = save(tmp_path / "a" / "x.traj.json", v2(assistant("a")))
-    two = save(tmp_path / "b" / "x.traj.json", v2(assistant("b")))
-    with pytest.raises(RolloutError, match="2 of 2 runs have text but no token ids"):
-        convert_with(ADAPTER, [one, two], tmp_path)
-    assert [run.instance_id for run in found_in(ADAPTER, one, two)[0]] == ["astropy__astropy-1"] * 2
-
-
-def test_a_copy_of_a_run_is_refused(tmp_path):
-    one, two = (save(tmp_path / name, v2(assistant())) for name in ("a.traj.json", "b.traj.json"))
-    _, rejected, _ = found_in(ADAPTER, one, two)
-    assert rejected[0].error.rule == "duplicate_record"
-    assert str(one) in rejected[0].error.got
 
 
 def test_what_changed_the_distribution_is_told_of_exact_calls(tmp_path):
@@ -202,20 +164,6 @@ def test_ids_of_some_calls_alone_are_refused_by_the_call_without(tmp_path, answe
     assert found.value.rule == "no_token_ids"
 
 
-def test_tool_calls_and_reasoning_survive(tmp_path):
-    call = assistant(None, tool_calls=[TOOL_CALL], reasoning_content="hm")
-    result = {"role": "tool", "tool_call_id": "c1", "content": "files"}
-    found = read_one(ADAPTER, save(tmp_path / "a.traj.json", v2(call, result, assistant("done"))))
-    messages = found.steps[0].messages
-    assert messages[2] == {
-        "role": "assistant",
-        "content": "",
-        "reasoning_content": "hm",
-        "tool_calls": [TOOL_CALL],
-    }
-    assert messages[3] == result
-
-
 def test_responses_objects_are_messages(tmp_path):
     thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]}
     said = {"type": "message", "content": [{"type": "output_text", "text": "I look."}]}
@@ -237,32 +185,6 @@ def test_a_limit_is_no_failure_and_an_exception_is_one(tmp_path):
     crashed = v2(status="APIError", traceback="Traceback\nAPIError: down", exception_str="down")
     found = read_one(ADAPTER, save(tmp_path / "b.traj.json", crashed))
     assert (found.error, list(found.steps)) == ("APIError: down", [])
-
-
-def test_a_run_without_calls_is_refused(tmp_path):
-    with pytest.raises(RolloutError, match="no_calls"):
-        read_one(ADAPTER, save(tmp_path / "a.traj.json", v2()))
-
-
-def test_a_bare_list_of_another_chat_is_not_recognised(tmp_path):
-    chat = [{"role": r, "content": "hello"} for r in ("system", "user", "assistant", "user")]
-    assert not ADAPTER.recognizes(Start(save(tmp_path / "a.json", chat)))
-    assert not ADAPTER.recognizes(Start(tmp_path))
-    assert not ADAPTER.recognizes(Start(tmp_path / "none"))
-
-
-@pytest.mark.parametrize(
-    ("content", "got"),
-    [
-        (b'{\n"messages": NaN}', "invalid JSON: invalid character at byte 14"),
-        (b'{\n"messages": "\xff"}', "invalid UTF-8: 0xff at byte 15"),
-    ],
-)
-def test_an_error_of_a_document_states_the_byte(tmp_path, content, got):
-    path = tmp_path / "a.traj.json"
-    path.write_bytes(content)
-    _, (rejected,), _ = found_in(ADAPTER, path)
-    assert (rejected.error.rule, rejected.error.got) == ("json_document", got)
 
 
 @pytest.mark.parametrize(
@@ -299,8 +221,3 @@ def test_no_damage_gives_anything_but_rows_or_named_errors(tmp_path_factory, dat
     path = tmp_path_factory.mktemp("damaged") / "a.traj.json"
     path.write_bytes(data.draw(mutated(DOCUMENT)))
     check_survives(ADAPTER, path)
-
-
-def test_every_run_of_a_file_is_read_in_the_same_way_twice(tmp_path):
-    path = save(tmp_path / "a.traj.json", v2(assistant()))
-    assert read_all(ADAPTER, path) == read_all(ADAPTER, path)

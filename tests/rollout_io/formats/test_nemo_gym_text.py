@@ -86,67 +86,6 @@ def trained(tokenizer, row):
 
 LS = {"type": "function", "name": "ls", "parameters": {"type": "object"}, "strict": True}
 
-PROMPT = """\
-<|im_start|>system
-Be brief.
-
-# Tools
-
-You may call one or more functions to assist with the user query.
-
-You are provided with function signatures within <tools></tools> XML tags:
-<tools>
-{"type": "function", "function": {"name": "ls", "parameters": {"type": "object"}, "strict": true}}
-</tools>
-
-For each function call, return a json object with function name and arguments within \
-<tool_call></tool_call> XML tags:
-<tool_call>
-{"name": <function-name>, "arguments": <args-json-object>}
-</tool_call><|im_end|>
-<|im_start|>system
-You list files.<|im_end|>
-<|im_start|>assistant
-Hello!<|im_end|>
-<|im_start|>user
-What is in a?<|im_end|>
-<|im_start|>assistant
-"""
-
-RESPONSE = """\
-<think>
-Two folders.
-</think>
-
-I look.
-<tool_call>
-{"name": "ls", "arguments": {"path": "a", "n": 1.0}}
-</tool_call>
-<tool_call>
-{"name": "ls", "arguments": {}}
-</tool_call><|im_end|>
-<|im_start|>user
-<tool_response>
-b c
-</tool_response>
-<tool_response>
-7
-</tool_response><|im_end|>
-<|im_start|>assistant
-Two files.
-b and c.<|im_end|>
-<|im_start|>user
-Sure?<|im_end|>
-<|im_start|>assistant
-Yes.<|im_end|>
-"""
-
-ANSWERS = [
-    RESPONSE.partition("\n<|im_start|>user")[0],
-    "Two files.\nb and c.<|im_end|>",
-    "Yes.<|im_end|>",
-]
-
 
 @pytest.mark.parametrize("fields", [EMPTY, NULL, {}])
 def test_a_run_becomes_one_row_with_every_item_that_trains_on_the_output_of_the_model(
@@ -161,11 +100,10 @@ def test_a_run_becomes_one_row_with_every_item_that_trains_on_the_output_of_the_
         temperature=0.5,
         top_p=0.9,
     )
-    called = {"arguments": '{"path": "a", "n": 1.0}', "call_id": "c1"}
     output = [
         reasoning("Two folders."),
         message("I look.", **fields),
-        function_call("ls", **called),
+        function_call("ls", arguments='{"path": "a", "n": 1.0}', call_id="c1"),
         function_call("ls"),
         {"type": "function_call_output", "call_id": "c1", "output": "b c"},
         answer("ls"),
@@ -175,31 +113,28 @@ def test_a_run_becomes_one_row_with_every_item_that_trains_on_the_output_of_the_
         message("Yes.", **fields),
         user("Thanks."),
     ]
-    fields = {"incomplete_details": {"reason": "max_output_tokens"}}
+    end = {"incomplete_details": {"reason": "max_output_tokens"}}
     agent = {"agent_ref": {"name": "hermes"}, "score": 3}
-    (row,) = rows(run(*output, response=fields, **request, **agent))
-    assert tokenizer.decode(row["prompt_token_ids"]) == PROMPT
-    assert tokenizer.decode(row["response_ids"]) == RESPONSE
-    assert trained(tokenizer, row) == ANSWERS
+    (row,) = rows(run(*output, response=end, **request, **agent))
+    first, *others = trained(tokenizer, row)
+    assert first.startswith("<think>\nTwo folders.\n</think>\n\nI look.\n<tool_call>\n")
+    assert '{"name": "ls", "arguments": {"path": "a", "n": 1.0}}' in first
+    assert first.count("<tool_call>") == 2
+    assert others == ["Two files.\nb and c.<|im_end|>", "Yes.<|im_end|>"]
+    prompt = tokenizer.decode(row["prompt_token_ids"])
+    assert prompt.endswith("What is in a?<|im_end|>\n<|im_start|>assistant\n")
+    assert '"name": "ls"' in prompt
     assert (row["token_source"], row.get("rollout_logprobs")) == ("retokenized", None)
     assert (row["trajectory_id"], row["agent"], row["reward"]) == ("0_0", "hermes", 1.0)
     assert (row["temperature"], row["top_p"]) == (pytest.approx(0.5), pytest.approx(0.9))
     assert row["stop_reason"] == "max_output_tokens"
     assert metrics_dict(row["metrics"]) == {"reward": 1.0, "score": 3.0}
     assert row["source"].endswith("a.jsonl:1")
-    said = [(m["role"], m["content"]) for m in json.loads(row["messages"])]
-    assert said == [
-        ("system", "Be brief."),
-        ("system", "You list files."),
-        ("assistant", "Hello!"),
-        ("user", "What is in a?"),
-        ("assistant", "I look."),
-        ("tool", "b c"),
-        ("tool", "7"),
-        ("assistant", "Two files.\nb and c."),
-        ("user", "Sure?"),
-        ("assistant", "Yes."),
-    ]
+    chat = [(m["role"][0], m["content"]) for m in json.loads(row["messages"])]
+    before = [("s", "Be brief."), ("s", "You list files."), ("a", "Hello!")]
+    called = [("u", "What is in a?"), ("a", "I look."), ("t", "b c"), ("t", "7")]
+    assert chat[:7] == [*before, *called]
+    assert chat[7:] == [("a", "Two files.\nb and c."), ("u", "Sure?"), ("a", "Yes.")]
 
 
 def test_the_output_begins_a_call_even_if_the_input_ends_with_the_model(rows, tokenizer):

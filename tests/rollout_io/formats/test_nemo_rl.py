@@ -104,11 +104,6 @@ def test_the_real_message_logs_are_refused_for_the_ids_that_were_emptied(harness
     assert rejected[1].error.where == f"{path}, expected_output[1], message_log[1]"
 
 
-def test_other_documents_are_none_of_nemo_rl(tmp_path):
-    for name, content in [("a", {"expected_output": []}), ("b", {"message_log": []}), ("c", [1])]:
-        assert not ADAPTER.recognizes(Start(save(tmp_path / name, content)))
-
-
 @given(mutated(json.dumps(document(TWO_CALLS, TWO_CALLS)).encode()))
 @settings(deadline=None, max_examples=examples(150))
 def test_no_damage_loses_a_run_or_ends_in_a_traceback(content):

@@ -77,18 +77,6 @@ def test_two_different_system_prompts_are_refused_by_name(tmp_path):
         assert rejected.error.where.endswith(("system_prompt", "instructions"))
 
 
-def test_other_text_beside_the_messages_is_counted_by_its_key(tmp_path):
-    records = [
-        {"messages": CHAT, "id": 1, "title": "Sums", "documents": ["a"], "empty": "", "turns": 2},
-        {"messages": [m | {"mood": "merry"} for m in CHAT], "id": 2, "title": "More sums"},
-    ]
-    found, _ = read_all(ADAPTER, lines(tmp_path, *records))
-    assert [made.unread for _, made in found] == [
-        {"title": 1, "documents": 1},
-        {"messages[message].mood": 2, "title": 1},
-    ]
-
-
 def test_messages_that_a_user_took_back_are_left_out_and_counted(tmp_path):
     back = [m | {"active": 0} for m in CHAT]
     (run,) = planned(ADAPTER, lines(tmp_path, {"messages": [*back, *CHAT], "id": 1})).runs
@@ -168,37 +156,6 @@ def test_a_stated_id_is_the_group_else_equal_prompts_are(tmp_path):
 
 def test_where_all_lines_have_ids_nothing_is_inferred(tmp_path):
     assert planned(ADAPTER, lines(tmp_path, {"messages": CHAT, "id": "a"})).about == {}
-
-
-@pytest.mark.parametrize(
-    "record",
-    [
-        {"messages": CHAT, "trajectory_format": "mini-swe-agent-1.1", "info": {}},
-        {"messages": CHAT, "response": {"choices": []}},
-        {"session": "a/0", "request": {"messages": CHAT}, "response": {}},
-        {"sessionId": "s", "messages": [{"type": "user", "content": "x"}]},
-        {"messages": []},
-        {"messages": "x"},
-        {"messages": [{"content": "x"}]},
-        {"prompt": CHAT, "completion": CHAT},
-        {"message_log": CHAT},
-        [],
-        [[USER]],
-        [{"conversations": CHAT}],
-    ],
-)
-def test_lines_of_other_formats_are_not_recognized(record, tmp_path):
-    assert not ADAPTER.recognizes(Start(lines(tmp_path, record)))
-
-
-def test_a_log_of_events_one_of_which_has_messages_is_not_recognized(tmp_path):
-    events = [{"type": "message.in", "content": "Hi."}, {"type": "agent.start", "messages": CHAT}]
-    assert not ADAPTER.recognizes(Start(lines(tmp_path, *events)))
-
-
-@pytest.mark.parametrize("record", [CHAT, {"messages": CHAT}, {"messages": CHAT, "reward": 1}])
-def test_a_line_of_messages_is_recognized_after_a_damaged_one_too(record, tmp_path):
-    assert ADAPTER.recognizes(Start(lines(tmp_path, b'{"mess', record)))
 
 
 def test_a_document_over_several_lines_is_no_jsonl(tmp_path):

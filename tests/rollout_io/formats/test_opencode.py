@@ -13,25 +13,40 @@ from rollout_io.formats.opencode import ADAPTER, FILES, INVALID, REMINDED, UNEND
 from rollout_io.formats.opencode_stores import REVERTED
 from rollout_io.formats.parsing.forks import COPIED
 from tests.helpers.adapter_helpers import read_all
+from tests.helpers.conversation_writers import opencode_tables, save_opencode
 from tests.helpers.session_facts import opencode
 from tests.helpers.structural_logs import CONVERSATION
-from tests.rollout_io.formats.test_source_is_kept import opencode_tables, save_opencode
 
 FORMATS = load_formats().adapters
 
 
-def database(path, *messages, **session):
-    """A database with one session; each message is (id, role, fields, parts)."""
-    tables = {"session": [{"id": "s"} | session], "message": [], "part": []}
-    for i, (key, role, fields, parts) in enumerate(messages):
+def user(*parts, **fields):
+    """A message of the user; texts stand for their parts."""
+    return "user", fields, [text(part) if isinstance(part, str) else part for part in parts]
+
+
+def answer(*parts, **fields):
+    return "assistant", *user(*parts, **fields)[1:]
+
+
+def database(path, *messages):
+    """A database with one session, whose messages are m0, m1, ..."""
+    tables = {"session": [{"id": "s"}], "message": [], "part": []}
+    for i, (role, fields, parts) in enumerate(messages):
         row = {"session_id": "s", "time_created": i, "time_updated": i}
-        tables["message"].append({"id": key, **row, "data": {"role": role} | fields})
+        tables["message"].append({"id": f"m{i}", **row, "data": {"role": role} | fields})
         tables["part"] += [
-            {"id": f"{key}{j}", "message_id": key, **row, "data": part}
+            {"id": f"m{i}{j}", "message_id": f"m{i}", **row, "data": part}
             for j, part in enumerate(parts)
         ]
     save_opencode(path, tables)
     return path
+
+
+@pytest.fixture
+def read(tmp_path):
+    """The trajectory of a session with these messages."""
+    return lambda *messages: read_one(database(tmp_path / "opencode.db", *messages))[1]
 
 
 def text(said):
@@ -83,7 +98,7 @@ def test_the_database_and_the_files_read_the_same_and_a_session_in_both_counts_o
 
 
 def test_a_database_in_use_is_read_with_its_log_and_not_changed(tmp_path):
-    path = database(tmp_path / "opencode.db", ("a", "user", {}, [text("Go.")]))
+    path = database(tmp_path / "opencode.db", user("Go."))
     with closing(sqlite3.connect(path)) as writer:
         writer.execute("PRAGMA journal_mode=WAL")
         row = ("b", "s", 1, 1, '{"role": "assistant"}')
@@ -104,57 +119,36 @@ def digests(folder):
     return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(folder.iterdir())}
 
 
-def test_a_compaction_begins_a_context_with_the_summary_and_the_kept_end(tmp_path):
-    compaction = {"type": "compaction", "auto": True, "tail_start_id": "c"}
-    path = database(
-        tmp_path / "opencode.db",
-        ("a", "user", {}, [text("Go.")]),
-        ("b", "assistant", {}, [text("One.")]),
-        ("c", "user", {}, [text("On.")]),
-        ("d", "assistant", {}, [text("Two.")]),
-        ("e", "user", {}, [compaction]),
-        ("f", "assistant", {"summary": True}, [text("In short.")]),
-        ("g", "assistant", {}, [text("Three.")]),
-    )
-    first, second = read_one(path)[1].steps
-    assert said(first) == ["Go.", "One.", "On.", "Two.", "What did we do so far?"]
+def test_a_compaction_begins_a_context_with_the_summary_and_the_kept_end(read):
+    compaction = {"type": "compaction", "auto": True, "tail_start_id": "m2"}
+    messages = [user("Go."), answer("One."), user("On."), answer("Two."), user(compaction)]
+    result = read(*messages, answer("In short.", summary=True), answer("Three."))
     ask = "What did we do so far?"
-    assert said(second) == [ask, "In short.", "On.", "Two.", "Three."]
-    assert second.num_given == 4
-
-
-def test_steps_results_and_failures_of_calls_are_read_in_order(tmp_path):
-    parts = [{"type": "step-start"}, {"type": "reasoning", "text": "Hm."}, text("Look.")]
-    parts += [tool(input={"n": 1}, output="a"), {"type": "step-finish"}, {"type": "step-start"}]
-    parts += [tool("error", input={}, error="No."), tool("running", input={}), text("Done.")]
-    path = database(
-        tmp_path / "opencode.db",
-        ("a", "user", {}, [text("Go."), text("Hidden") | {"ignored": True}]),
-        ("b", "assistant", {"modelID": "m"}, parts),
-    )
-    found = read_one(path)[1]
-    (step,) = found.steps
-    assert said(step) == [
-        "Go.",
-        "Look.",
-        "a",
-        "",
-        "No.",
-        "[Tool execution was interrupted]",
-        "Done.",
+    assert [(said(step), step.num_given) for step in result.steps] == [
+        (["Go.", "One.", "On.", "Two.", ask], 0),
+        ([ask, "In short.", "On.", "Two.", "Three."], 4),
     ]
+
+
+def test_steps_results_and_failures_of_calls_are_read_in_order(read):
+    parts = [STEP, {"type": "reasoning", "text": "Hm."}, "Look.", tool(input={"n": 1}, output="a")]
+    parts += [{"type": "step-finish"}, STEP, tool("error", input={}, error="No.")]
+    parts += [tool("running", input={}), "Done."]
+    hidden = text("Hidden") | {"ignored": True}
+    result = read(user("Go.", hidden), answer(*parts, modelID="m"))
+    (step,) = result.steps
+    stopped = "[Tool execution was interrupted]"
+    assert said(step) == ["Go.", "Look.", "a", "", "No.", stopped, "Done."]
     assert step.messages[1]["reasoning_content"] == "Hm."
-    assert found.user_values == {"model": "m"}
+    assert result.user_values == {"model": "m"}
 
 
-def test_failed_answers_are_left_out_and_fail_the_run_if_they_are_the_last(tmp_path):
-    error = {"error": {"name": "APIError", "data": {"message": "No credit."}}}
-    messages = [("a", "user", {}, [text("Go.")]), ("b", "assistant", error, [text("Ha")])]
-    messages += [("c", "assistant", {}, [text("Done.")])]
-    found = read_one(database(tmp_path / "a.db", *messages))[1]
-    assert (found.error, said(found.steps[0])) == (None, ["Go.", "Done."])
-    found = read_one(database(tmp_path / "b.db", *messages[:2]))[1]
-    assert (found.error, found.steps) == ("No credit.", [])
+def test_failed_answers_are_left_out_and_fail_the_run_if_they_are_the_last(read):
+    failed = answer("Ha", error={"name": "APIError", "data": {"message": "No credit."}})
+    result = read(user("Go."), failed, answer("Done."))
+    assert (result.error, said(result.steps[0])) == (None, ["Go.", "Done."])
+    result = read(user("Go."), failed)
+    assert (result.error, result.steps) == ("No credit.", [])
 
 
 def trained(step):
@@ -162,92 +156,53 @@ def trained(step):
     return [m for m in step.messages[step.num_given :] if m["role"] == "assistant"]
 
 
+STEP = {"type": "step-start"}
 SYNTHETIC = {"synthetic": True}
 RAN = text("The following tool was executed by the user") | SYNTHETIC
 SUBTASK = {"type": "subtask", "agent": "a", "prompt": "Look.", "description": "d"}
 
 
-def test_a_text_that_the_program_wrote_into_an_answer_is_context_alone(tmp_path):
+def test_a_text_that_the_program_wrote_into_an_answer_is_context_alone(read):
     parts = [tool(input={}, output="a"), text("Continuing.") | SYNTHETIC]
-    parts += [{"type": "reasoning", "text": "Hm."}, text("Done."), text("Bye.") | SYNTHETIC]
-    path = database(
-        tmp_path / "opencode.db",
-        ("a", "user", {}, [text("Go."), text("Called Read") | SYNTHETIC]),
-        ("b", "assistant", {}, parts),
-        ("c", "user", {}, [text("On.")]),
-        ("d", "assistant", {}, [text("End.")]),
-    )
-    found = read_one(path)[1]
+    parts += [{"type": "reasoning", "text": "Hm."}, "Done.", text("Bye.") | SYNTHETIC]
+    question = user("Go.", text("Called Read") | SYNTHETIC)
+    result = read(question, answer(*parts), user("On."), answer("End."))
     first = ["Go.\nCalled Read", "", "a"]
     second = [*first, "Continuing.", "Done."]
-    assert [said(step) for step in found.steps] == [
+    assert [said(step) for step in result.steps] == [
         first,
         second,
         [*second, "Bye.", "On.", "End."],
     ]
-    answers = [message for step in found.steps for message in trained(step)]
+    answers = [message for step in result.steps for message in trained(step)]
     assert [message["content"] for message in answers] == ["", "Done.", "End."]
-    assert found.steps[1].messages[4]["reasoning_content"] == "Hm."
-    assert found.notes == {WRITTEN: 2}
+    assert result.steps[1].messages[4]["reasoning_content"] == "Hm."
+    assert result.notes == {WRITTEN: 2}
 
 
-@pytest.mark.parametrize("asked", [RAN, SUBTASK])
-@pytest.mark.parametrize("parent", [{}, {"parentID": "c"}])
-def test_a_call_that_the_user_ran_is_context_alone(asked, parent, tmp_path):
-    path = database(
-        tmp_path / "opencode.db",
-        ("a", "user", {}, [text("Go.")]),
-        ("b", "assistant", {}, [{"type": "step-start"}, text("One.")]),
-        ("c", "user", {}, [asked]),
-        ("d", "assistant", parent, [tool(input={"command": "ls"}, output="a")]),
-        ("e", "assistant", parent, [{"type": "step-start"}, text("Two.")]),
-    )
-    found = read_one(path)[1]
+@pytest.mark.parametrize("question", [RAN, SUBTASK])
+@pytest.mark.parametrize("parent", [{}, {"parentID": "m2"}])
+def test_a_call_that_the_user_ran_is_context_alone(question, parent, read):
+    ran = answer(tool(input={"command": "ls"}, output="a"), **parent)
+    messages = [user("Go."), answer(STEP, "One."), user(question), ran]
+    result = read(*messages, answer(STEP, "Two.", **parent))
     begun = ["Go.", "One.", "The following tool was executed by the user"]
-    assert [said(step) for step in found.steps] == [begun, [*begun, "", "a", "Two."]]
-    assert [m["content"] for step in found.steps for m in trained(step)] == ["One.", "Two."]
-    assert found.notes == {WRITTEN: 1}
+    assert [said(step) for step in result.steps] == [begun, [*begun, "", "a", "Two."]]
+    assert [m["content"] for step in result.steps for m in trained(step)] == ["One.", "Two."]
+    assert result.notes == {WRITTEN: 1}
+    assert WRITTEN not in read(*messages[:3], answer("Late.", parentID="m0")).notes
 
 
-def test_a_file_beside_an_answer_is_left_out_by_name(tmp_path):
-    file = {
-        "type": "file",
-        "mime": "text/plain",
-        "filename": "error.log",
-        "url": "file:///error.log",
-    }
-    path = database(
-        tmp_path / "opencode.db",
-        ("a", "user", {}, [text("Go.")]),
-        ("b", "assistant", {}, [text("Done."), file]),
-    )
-    found = read_one(path)[1]
-    assert (said(found.steps[0]), found.notes) == (["Go.", "Done."], {FILES: 1})
+def test_a_file_beside_an_answer_is_left_out_by_name(read):
+    file = {"type": "file", "mime": "text/plain", "filename": "a.log", "url": "file:///a.log"}
+    result = read(user("Go."), answer("Done.", file))
+    assert (said(result.steps[0]), result.notes) == (["Go.", "Done."], {FILES: 1})
 
 
-def test_an_interrupted_call_has_the_output_until_then(tmp_path):
+def test_an_interrupted_call_has_the_output_until_then(read):
     state = {"input": {}, "error": "Aborted", "metadata": {"interrupted": True, "output": "half"}}
-    path = database(
-        tmp_path / "opencode.db",
-        ("a", "user", {}, [text("Go.")]),
-        ("b", "assistant", {}, [tool("error", **state)]),
-    )
-    assert said(read_one(path)[1].steps[0]) == ["Go.", "", "half"]
-
-
-def test_child_sessions_are_sub_agents(tmp_path):
-    tables = opencode_tables(CONVERSATION)
-    child = opencode_tables([{"role": "user", "content": "Help."}, CONVERSATION[-1]])
-    for name in ("message", "part"):
-        for row in child[name]:
-            row |= {key: f"x{row[key]}" for key in ("id", "message_id") if key in row}
-            tables[name].append(row | {"session_id": "t"})
-    tables["session"].append({"id": "t", "parent_id": "s", "directory": "/"})
-    path = tmp_path / "opencode.db"
-    save_opencode(path, tables)
-    run, found = read_one(path)
-    assert (run.instance_id, [step.agent for step in found.steps]) == ("s", [None, "t"])
-    assert said(found.steps[1]) == ["Help.", "Bye \U0001f600"]
+    result = read(user("Go."), answer(tool("error", **state)))
+    assert said(result.steps[0]) == ["Go.", "", "half"]
 
 
 def test_damage_is_named(tmp_path):
@@ -306,9 +261,6 @@ def ended(start=1, **fields):
     return {"time": {"created": start, "completed": start + 1}, "finish": "stop"} | fields
 
 
-STEP = {"type": "step-start"}
-
-
 @pytest.mark.parametrize("number", [1, 2])
 def test_answers_that_a_fork_copied_under_new_ids_train_once(number, tmp_path):
     tables = {"session": [], "message": [], "part": []}
@@ -333,55 +285,43 @@ def test_answers_that_a_fork_copied_under_new_ids_train_once(number, tmp_path):
     assert notes == {COPIED: 1}
 
 
-def test_thoughts_of_another_model_are_sent_to_a_model_as_text(tmp_path):
-    def answer(model, number):
-        parts = [STEP, {"type": "reasoning", "text": f"Hm {number}."}, text(f"Say {number}.")]
-        return ("assistant", ended(number, modelID=model, providerID="p"), parts)
+def test_thoughts_of_another_model_are_sent_to_a_model_as_text(read):
+    def of(model, number):
+        thought = {"type": "reasoning", "text": f"Hm {number}."}
+        fields = ended(number, modelID=model, providerID="p")
+        return answer(STEP, thought, f"Say {number}.", **fields)
 
-    asked = ("user", {}, [text("Go.")])
-    messages = [asked, answer("m", 1), asked, answer("n", 2)]
-    path = database(tmp_path / "opencode.db", *((f"m{i}", *m) for i, m in enumerate(messages)))
-    first, second = read_one(path)[1].steps
+    first, second = read(user("Go."), of("m", 1), user("Go."), of("n", 2)).steps
     assert [m.get("reasoning_content") for m in first.messages[:2]] == [None, "Hm 1."]
     assert said(second) == ["Go.", "Hm 1.Say 1.", "Go.", "Say 2."]
     assert [m.get("reasoning_content") for m in second.messages] == [None, None, None, "Hm 2."]
 
 
-@pytest.mark.parametrize("state", [{"input": {"tool": "nosuch", "error": "no"}, "output": "no"}])
-def test_a_call_of_a_tool_that_there_is_not_is_context_and_counted(state, tmp_path):
-    wrong = tool(**state) | {"tool": "invalid"}
-    path = database(
-        tmp_path / "opencode.db",
-        ("m1", "user", {}, [text("Go.")]),
-        ("m2", "assistant", ended(), [STEP, text("One."), wrong]),
-        ("m3", "assistant", ended(3), [STEP, text("Two.")]),
-    )
+def test_a_call_of_a_tool_that_there_is_not_is_context_and_counted(tmp_path):
+    wrong = tool(input={"tool": "nosuch", "error": "no"}, output="no") | {"tool": "invalid"}
+    messages = [
+        user("Go."),
+        answer(STEP, "One.", wrong, **ended()),
+        answer(STEP, "Two.", **ended(3)),
+    ]
+    path = database(tmp_path / "opencode.db", *messages)
     assert trained_in(path) == ([("Two.", ["Go.", "One.", "no"])], {INVALID: 1})
 
 
 def test_an_answer_that_broke_off_is_context_and_counted(tmp_path):
-    half = {"time": {"created": 2}}
-    path = database(
-        tmp_path / "opencode.db",
-        ("m1", "user", {}, [text("Go.")]),
-        ("m2", "assistant", half, [STEP, text("Hal"), tool("running", input={})]),
-        ("m3", "user", {}, [text("On.")]),
-        ("m4", "assistant", ended(3), [STEP, text("Two.")]),
-    )
-    answers, notes = trained_in(path)
+    half = answer(STEP, "Hal", tool("running", input={}), time={"created": 2})
+    messages = [user("Go."), half, user("On."), answer(STEP, "Two.", **ended(3))]
+    answers, notes = trained_in(database(tmp_path / "opencode.db", *messages))
     stopped = "[Tool execution was interrupted]"
     assert (answers, notes) == ([("Two.", ["Go.", "Hal", stopped, "On."])], {UNENDED: 1})
 
 
 def test_answers_whose_messages_a_revert_deleted_are_counted(tmp_path):
-    path = database(
-        tmp_path / "opencode.db",
-        ("m1", "user", {}, [text("Go.")]),
-        ("m2", "assistant", ended(), [STEP, text("One.")]),
-    )
-    said_once = [{"info": {"id": name, "role": role}} for name, role in DELETED]
+    path = database(tmp_path / "opencode.db", user("Go."), answer(STEP, "One.", **ended()))
+    deleted = {"m2": "user", "m3": "assistant", "m4": "assistant"}
+    said_once = [{"info": {"id": name, "role": role}} for name, role in deleted.items()]
     events = [("message.updated.1", fields) for fields in said_once * 2]
-    events += [("message.removed.1", {"messageID": name}) for name, _ in DELETED]
+    events += [("message.removed.1", {"messageID": name}) for name in deleted]
     with closing(sqlite3.connect(path)) as store, store:
         store.execute("CREATE TABLE event (id, aggregate_id, seq, type, data)")
         for i, (kind, fields) in enumerate(events):
@@ -390,15 +330,13 @@ def test_answers_whose_messages_a_revert_deleted_are_counted(tmp_path):
     assert trained_in(path) == ([("One.", ["Go."])], {REVERTED: 2})
 
 
-DELETED = (("m3", "user"), ("m4", "assistant"), ("m5", "assistant"))
-
-
 def test_prompts_to_which_the_program_adds_a_reminder_are_counted(tmp_path):
     turns = [("plan", "Plan."), ("build", "Build."), ("build", "More.")]
-    messages = []
-    for i, (agent, words) in enumerate(turns):
-        messages.append((f"u{i}", "user", {"agent": agent}, [text(words)]))
-        messages.append((f"a{i}", "assistant", ended(i, agent=agent), [STEP, text(f"{i}.")]))
+    messages = [
+        message
+        for i, (agent, words) in enumerate(turns)
+        for message in (user(words, agent=agent), answer(STEP, f"{i}.", **ended(i, agent=agent)))
+    ]
     _, notes = trained_in(database(tmp_path / "plan.db", *messages))
     assert notes == {REMINDED: 3}
     _, notes = trained_in(database(tmp_path / "build.db", *messages[2:]))
@@ -413,7 +351,7 @@ V2 = (
 
 def upgraded(path, *, is_used):
     """A database with the tables of version 2, in which an old session went on, and a new one began."""
-    database(path, ("m1", "user", {}, [text("Go.")]), ("m2", "assistant", ended(), [text("One.")]))
+    database(path, user("Go."), answer("One.", **ended()))
     with closing(sqlite3.connect(path)) as store:
         for table in V2:
             store.execute(table)

@@ -6,9 +6,7 @@ from hypothesis import strategies as st
 
 from rollout_io.formats.openhands import ADAPTER
 from rollout_io.formats.openhands_events import HIDDEN
-from rollout_io.formats.start import Start
 from schemas.errors import RolloutError
-from tests.helpers.adapter_helpers import convert_with
 from tests.helpers.adapter_helpers import read_all as read_noted
 from tests.helpers.text_log_helpers import (
     check_survives,
@@ -17,7 +15,6 @@ from tests.helpers.text_log_helpers import (
     read_all,
     read_one,
     roles,
-    save,
 )
 
 
@@ -101,17 +98,6 @@ def test_a_used_up_number_of_iterations_is_no_failure(logs):
     assert "maximum iteration" in last.user_values["exit_status"]
 
 
-def test_a_real_list_of_events_keeps_calls_and_results_together(logs):
-    path = logs / "openhands_trajectory.events.json"
-    (conversation,) = read_one(ADAPTER, path).steps
-    messages = conversation.messages
-    assert roles(conversation) == "suata"
-    assert messages[3]["tool_call_id"] == messages[2]["tool_calls"][0]["id"]
-    assert messages[3]["name"] == "execute_bash"
-    assert messages[4]["tool_calls"][0]["function"]["name"] == "finish"
-    assert found_in(ADAPTER, path)[2]["groups"].startswith("inferred")
-
-
 def test_real_resolver_rows_are_judged_by_success_and_marked_as_reconstructed(logs):
     path = logs / "resolver_mock.output.jsonl"
     assert [run.instance_id for run in found_in(ADAPTER, path)[0]] == [
@@ -141,15 +127,6 @@ def test_events_of_one_response_are_one_message_with_parallel_calls(tmp_path):
 def test_responses_of_one_id_that_differ_are_several(tmp_path):
     (conversation,) = read(tmp_path, row(*start(), *turn(5, "same"), *turn(7, "same"))).steps
     assert roles(conversation) == "suata"
-
-
-def test_exact_ids_make_steps(tmp_path):
-    one = turn(5, "r1", ids=[7, 8], prompt=[1, 2])
-    two = turn(9, "r2", ids=[9], prompt=[1, 2, 7, 8, 3])
-    path = write(tmp_path / "output.jsonl", row(*start(), *one, *two))
-    _, table = convert_with(ADAPTER, [path], tmp_path)
-    assert table.column("response_ids").to_pylist() == [[7, 8], [9]]
-    assert table.column("token_source").to_pylist() == ["engine"] * 2
 
 
 def test_a_call_logged_without_its_response_among_exact_ones_is_refused(tmp_path):
@@ -256,15 +233,6 @@ def test_damaged_lines_leave_the_others(tmp_path):
     runs, rejected, _ = found_in(ADAPTER, path)
     assert len(runs) == 1
     assert [r.place.where for r in rejected] == [f"{path}:{n}" for n in range(2, 7)]
-
-
-def test_other_lists_and_lines_are_not_recognised(tmp_path):
-    assert not ADAPTER.recognizes(
-        Start(save(tmp_path / "a.json", [{"role": "user", "content": "u"}]))
-    )
-    assert not ADAPTER.recognizes(
-        Start(write(tmp_path / "b.jsonl", {"instance_id": "i", "history": []}))
-    )
 
 
 EVENTS = [*start(), *turn(5, "r1", ids=[7], prompt=[1]), act(8, "message", {"content": "x"})]

@@ -168,12 +168,6 @@ def test_a_field_that_holds_something_else_is_refused_with_its_row(fields, rule,
     assert error.where.startswith(place.where)
 
 
-def test_a_sample_that_comes_twice_is_refused_once(tmp_path):
-    plan = planned(ADAPTER, write_lines(tmp_path / "rows", row(0), row(0), row(1)))
-    assert len(plan.runs) == 2
-    assert [r.error.rule for r in plan.rejected] == ["duplicate_record"]
-
-
 def test_the_real_rows_are_two_groups_of_eight(harness_logs):
     folder = harness_logs / "prime_hosted_rl" / RUN
     for place in (folder, folder / "results.jsonl", folder / "rollouts_raw.json"):

@@ -6,7 +6,7 @@ import math
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rollout_io.formats import agent_lightning, chats, smolagents, swe_agent, trl
+from rollout_io.formats import agent_lightning, chats, swe_agent, trl
 from rollout_io.formats.start import Start
 from tests.helpers.adapter_helpers import read_all
 
@@ -19,28 +19,11 @@ def save_rows(path, **columns):
     return path
 
 
-def test_a_copy_of_a_document_under_another_name_is_refused(tmp_path):
-    step = {"step_number": 1, "model_input_messages": [ASK], "model_output_message": ANSWER}
-    text = json.dumps([{"task": "Add."}, step], indent=1)
-    paths = [tmp_path / name for name in ("a.json", "b.json")]
-    for path in paths:
-        path.write_text(text, encoding="utf-8")
-    runs, ((place, error, _),) = read_all(smolagents.ADAPTER, *paths)
-    assert [run.places[0].path for run, _ in runs] == paths[:1]
-    assert (place.path, error.rule) == (paths[1], "duplicate_record")
-
-
 def test_a_row_with_an_infinite_number_is_refused_by_its_column(tmp_path):
     path = save_rows(tmp_path / "c.parquet", correct=[math.inf, 1.0])
     runs, ((_, error, _),) = read_all(trl.ADAPTER, path)
     assert [trajectory.reward for _, trajectory in runs] == [1.0]
     assert (error.rule, error.where) == ("record_type", f"{path}, row 0, correct")
-
-
-def test_text_in_a_column_of_the_user_is_named_as_not_read(tmp_path):
-    path = save_rows(tmp_path / "c.parquet", correct=[1.0, 0.0], note=["a hint", None])
-    (first, second) = (trajectory for _, trajectory in read_all(trl.ADAPTER, path)[0])
-    assert (first.unread, second.unread) == ({"note": 1}, {})
 
 
 def test_each_element_of_a_list_of_chats_is_read_at_its_own_bytes(tmp_path):
@@ -57,9 +40,10 @@ def test_each_element_of_a_list_of_chats_is_read_at_its_own_bytes(tmp_path):
 
 
 def test_a_document_of_a_hundred_megabytes_is_recognized(tmp_path):
-    history = [ASK | {"agent": "main"}, ANSWER | {"agent": "main", "thought": "x" * 100_000_000}]
+    history = [ASK | {"agent": "main"}, ANSWER | {"agent": "main", "thought": "LONG"}]
+    content = json.dumps({"trajectory": [], "history": history}).encode()
     path = tmp_path / "big.traj"
-    path.write_text(json.dumps({"trajectory": [], "history": history}), encoding="utf-8")
+    path.write_bytes(content.replace(b"LONG", b"x" * 100_000_000))
     assert swe_agent.ADAPTER.recognizes(Start(path))
 
 
@@ -70,3 +54,9 @@ def test_an_empty_list_in_a_line_is_a_record_that_is_refused(tmp_path):
     assert [(each.place.where, each.error.rule) for each in rejected] == [
         (f"{path}:{number}", "record_type") for number in (1, 2)
     ]
+
+
+def test_text_in_a_column_of_the_user_is_named_as_not_read(tmp_path):
+    path = save_rows(tmp_path / "c.parquet", correct=[1.0, 0.0], note=["a hint", None])
+    (first, second) = (trajectory for _, trajectory in read_all(trl.ADAPTER, path)[0])
+    assert (first.unread, second.unread) == ({"note": 1}, {})

@@ -47,14 +47,6 @@ def test_a_result_with_a_damaged_verdict_is_refused_by_name(value, tmp_path):
     assert f"is_resolved {json.dumps(value)}" in rejected.error.got
 
 
-def test_other_results_are_not_recognised(tmp_path):
-    harbor = {"trial_name": "t", "task_name": "t", "verifier_result": {}, "is_resolved": 1}
-    assert not ADAPTER.recognizes(Start(save(tmp_path / "a.json", harbor)))
-    assert not ADAPTER.recognizes(
-        Start(save(tmp_path / "b.json", {"results": [], "is_resolved": None}))
-    )
-
-
 @given(st.data())
 def test_no_damage_gives_anything_but_named_errors(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("damaged") / "results.json"

@@ -8,14 +8,13 @@ import pytest
 import rollout_io
 from rollout_io.cli.main import run
 from rollout_io.conversion.settings import Keywords
-from rollout_io.formats.detect import load_formats, recognize
 from rollout_io.formats.session_traces import ADAPTER, NO_ANSWER, NOT_WRITTEN
 from schemas.columns import arrow_schema
 from tests.conftest import ROOT
 from tests.helpers.adapter_helpers import read_all, write_lines
+from tests.helpers.conversation_writers import log_of
 from tests.helpers.structural_logs import CONVERSATION
 from tests.rollout_io.formats.test_gemini_cli import HEAD, asked, gemini
-from tests.rollout_io.formats.test_source_is_kept import WRITERS
 
 SHOP = ROOT / "examples" / "shop.calls.jsonl"
 SESSION = {"type": "session", "harness": "mine", "id": "s", "name": "Listing"}
@@ -41,21 +40,6 @@ def exported(dataset, tmp_path):
     out = tmp_path / "out"
     rollout_io.export(dataset, out, "session_traces")
     return [[*map(json.loads, f.read_text().splitlines())] for f in sorted(out.iterdir())]
-
-
-def test_a_session_of_the_format_is_read(tmp_path):
-    path = write_lines(tmp_path / "s.jsonl", *TRACE)
-    assert recognize(path, load_formats().adapters) == ["session_traces"]
-    ((found_run, found),), rejected = read_all(ADAPTER, path)
-    assert (rejected, found.unread, found.user_values) == ([], {}, {"model": "m"})
-    assert (found_run.instance_id, found_run.labels["harness"]) == ("s", "mine")
-    (step,) = found.steps
-    system, user, call, result, end = step.messages
-    assert (system["content"], user["content"]) == ("Be brief.", "List.")
-    assert call["reasoning_content"] == "Hm."
-    assert call["tool_calls"][0]["function"] == {"name": "ls", "arguments": '{"n":1}'}
-    assert (result["tool_call_id"], result["content"]) == ("c", "a.py")
-    assert end["content"] == "One file."
 
 
 def test_the_header_has_the_group_the_attempt_the_reward_and_the_sub_agents(tmp_path):
@@ -104,7 +88,7 @@ def test_calls_are_exported_with_each_context_once(tmp_path):
 @pytest.mark.model
 def test_an_exported_conversation_comes_back_message_for_message(tmp_path, smollm2_dir):
     log = tmp_path / "log.jsonl"
-    log.write_text(WRITERS["pi"][0](CONVERSATION))
+    log.write_bytes(log_of("pi", CONVERSATION)[0])
     choices = Keywords(tokenizer=str(smollm2_dir), chat_template="chatml_tools_thinking")
     rollout_io.convert(log, tmp_path / "ds", **choices)
     (lines,) = exported(tmp_path / "ds", tmp_path)

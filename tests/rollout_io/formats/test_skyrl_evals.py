@@ -8,7 +8,6 @@ from hypothesis import given, settings
 
 from rollout_io.formats.skyrl_evals import ADAPTER
 from rollout_io.formats.start import Start
-from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import convert_with, planned, read_all, write_lines
 from tests.helpers.examples import examples
 from tests.helpers.line_log_helpers import check_lines, mutated_lines
@@ -80,13 +79,6 @@ def test_the_placeholder_of_a_failed_run_is_no_text_of_the_model(tmp_path):
     assert (trajectory.steps, trajectory.error) == ([], "error")
 
 
-def test_without_a_tokenizer_text_is_refused_with_the_way_to_tokens(tmp_path):
-    path = write_lines(tmp_path / "gsm8k.jsonl", sample())
-    with pytest.raises(RolloutError, match="no_token_ids") as caught:
-        convert_with(ADAPTER, [path], tmp_path)
-    assert "--tokenizer" in caught.value.hint
-
-
 @pytest.mark.slow
 @pytest.mark.model
 def test_with_a_tokenizer_special_tokens_in_the_text_are_theirs_again(tmp_path, smollm2_dir):
@@ -121,13 +113,6 @@ def test_a_pickled_batch_is_refused_and_never_loaded(tmp_path):
     assert rejected.error.rule == "pickle"
     assert "not loaded" in rejected.error.got
     assert "from_generator_output" in rejected.error.hint
-
-
-def test_other_pickles_lines_and_directories_are_none_of_skyrl(tmp_path):
-    (tmp_path / "other.pkl").write_bytes(pickle.dumps({"a": 1}))
-    write_lines(tmp_path / "a.jsonl", METRICS)
-    for path in (tmp_path / "other.pkl", tmp_path / "a.jsonl", tmp_path, tmp_path / "nowhere"):
-        assert not ADAPTER.recognizes(Start(path))
 
 
 @given(mutated_lines(b"\n".join(json.dumps(sample(score=s)).encode() for s in (0.0, [1.0]))))

@@ -1,10 +1,7 @@
-from __future__ import annotations
-
 import builtins
 import json
 import sys
 import tempfile
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -238,13 +235,6 @@ def test_a_dump_is_recognized_and_refused_with_a_hint_where_torch_is_missing(tmp
     assert rejected.error.rule == "extra_installed"
     with pytest.raises(RolloutError, match="extra_installed"):
         convert_with(ADAPTER, [path], tmp_path)
-
-
-def test_a_zip_archive_of_anything_else_is_not_recognized(tmp_path):
-    path = tmp_path / "x.zip"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("x/data.pkl", b"rollout_id samples")
-    assert not ADAPTER.recognizes(Start(path))
 
 
 @pytest.mark.slow

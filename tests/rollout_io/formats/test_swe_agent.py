@@ -1,13 +1,10 @@
 import json
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_io.formats.parsing.model_calls import conversations_of
-from rollout_io.formats.start import Start
-from rollout_io.formats.swe_agent import ADAPTER, Document, _calls
+from rollout_io.formats.swe_agent import ADAPTER
 from schemas.errors import RolloutError
 from tests.helpers.text_log_helpers import check_survives, found_in, mutated, read_one, roles, save
 
@@ -77,22 +74,6 @@ def test_real_runs_without_prompts_are_their_history(logs, name, instance, expec
     assert found.reward is None
 
 
-def test_the_real_demonstration_keeps_its_tool_calls(logs):
-    messages = read_one(ADAPTER, logs / "function_calling_simple.traj").steps[0].messages
-    call = messages[2]["tool_calls"][0]
-    assert call["function"] == {
-        "name": "find_file",
-        "arguments": '{"file_name":"missing_colon.py"}',
-    }
-    assert messages[3]["tool_call_id"] == call["id"]
-
-
-def test_the_id_of_a_problem_names_the_instance(logs):
-    (run,), _, about = found_in(ADAPTER, logs / "marshmallow-1867.default.traj")
-    assert run.labels["instance_id"] == "marshmallow-code__marshmallow-1867"
-    assert about == {}
-
-
 def test_prompts_that_extend_each_other_are_one_context(tmp_path):
     steps = [step("one", HISTORY[:2]), step("two", HISTORY[:4]), step("three", HISTORY[:6])]
     (conversation,) = read(tmp_path, trajectory(steps, HISTORY)).steps
@@ -124,19 +105,13 @@ def test_marks_for_the_cache_do_not_break_a_context(tmp_path):
 def test_a_history_that_was_cut_is_a_new_context(tmp_path):
     cut = [SYSTEM, TASK, ONE, CUT, TWO, TASK]
     steps = [step("one", HISTORY[:2]), step("two", HISTORY[:4]), step("three", cut)]
-    record = trajectory(steps, HISTORY)
-    first, second = read(tmp_path, record).steps
+    first, second = read(tmp_path, trajectory(steps, HISTORY)).steps
     assert (roles(first), roles(second)) == ("suata", "suataua")
     assert second.messages[3]["content"].startswith("Old output")
     assert [first.stop_reason, second.stop_reason] == [None, "submitted"]
-
-
-def test_a_context_knows_which_of_its_messages_it_did_not_write():
-    cut = [SYSTEM, TASK, ONE, CUT, TWO, TASK]
-    record = trajectory([step("one", HISTORY[:2]), step("three", cut)], HISTORY)
-    run = msgspec.json.decode(json.dumps(record), type=Document)
-    contexts = conversations_of(_calls(run, "a.traj"))
-    assert [(c.num_given, len(c.messages)) for c in contexts] == [(2, 3), (6, 7)]
+    assert [first.num_given, second.num_given] == [2, 6]
+    first, second = read(tmp_path, trajectory(steps[::2], HISTORY)).steps
+    assert (roles(first), roles(second), second.num_given) == ("sua", "suataua", 6)
 
 
 def test_a_step_that_called_no_model_is_no_call(tmp_path):
@@ -179,13 +154,6 @@ def test_a_replay_configuration_may_be_a_text(tmp_path):
     config = json.dumps({"problem_statement": {"id": "o__r-7"}})
     path = save(tmp_path / "a.traj", trajectory([], HISTORY, replay_config=config))
     assert found_in(ADAPTER, path)[0][0].instance_id == "o__r-7"
-
-
-def test_other_documents_are_not_recognised(tmp_path):
-    assert not ADAPTER.recognizes(
-        Start(save(tmp_path / "a.json", {"history": [{"action": "run"}]}))
-    )
-    assert not ADAPTER.recognizes(Start(save(tmp_path / "b.json", {"trajectory": []})))
 
 
 STEPS = [step("one", HISTORY[:2]), step("two", HISTORY[:4]), step("three", HISTORY[:6])]

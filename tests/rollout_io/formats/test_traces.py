@@ -321,39 +321,31 @@ def test_a_call_or_a_result_of_any_sdk_is_one_in_langfuse(write, is_listed, tmp_
     assert step.num_given == 2
 
 
-@pytest.mark.parametrize("attribute", ["Be kind.", " Be kind. ", "Be\nkind."])
+@pytest.mark.parametrize(
+    ("attributes", "names", "expected"),
+    [
+        *(([text], ["Be kind."], ["Be kind."]) for text in ("Be kind.", " Be kind. ", "Be\nkind.")),
+        (["Be kind.", "Be brief."], ["Be kind.", "Be brief."], ["Be kind.", "Be brief."]),
+        (["Be brief."], ["Be kind."], ["Be brief.", "Be kind."]),
+    ],
+)
 @pytest.mark.parametrize("role", ["system", "developer"])
-def test_instructions_that_the_messages_have_too_are_said_once(role, attribute, tmp_path):
-    parts = [{"type": "text", "content": attribute}]
-    spans = []
-    for number, (prompt, answer) in enumerate(CALLS):
-        found = genai([SYSTEM | {"role": role}, *prompt[1:]], answer)
-        found["gen_ai.system_instructions"] = json.dumps(parts)
-        spans.append(sdk(number, found))
+def test_instructions_precede_the_messages_unless_these_have_them(
+    attributes, names, expected, role, tmp_path
+):
+    parts = [{"type": "text", "content": text} for text in attributes]
+    before = [{"role": role, "content": text} for text in names]
+    spans = [
+        sdk(
+            i,
+            genai([*before, *prompt[1:]], answer)
+            | {"gen_ai.system_instructions": json.dumps(parts)},
+        )
+        for i, (prompt, answer) in enumerate(CALLS)
+    ]
     (step,), _ = steps_in(write_lines(tmp_path / "a.jsonl", *spans))
     texts = [m["content"] for m in step.messages if m["role"] in {"system", "developer"}]
-    assert texts == ["Be kind."]
-
-
-def test_instructions_in_two_parts_that_the_messages_have_too_are_said_once(tmp_path):
-    parts = [{"type": "text", "content": text} for text in ("Be kind.", "Be brief.")]
-    both = [SYSTEM, SYSTEM | {"content": "Be brief."}]
-    found = genai([*both, USER], SAYS) | {"gen_ai.system_instructions": json.dumps(parts)}
-    (step,), _ = steps_in(write_lines(tmp_path / "a.jsonl", sdk(0, found)))
-    assert [m["content"] for m in step.messages if m["role"] == "system"] == [
-        "Be kind.",
-        "Be brief.",
-    ]
-
-
-def test_instructions_that_the_messages_have_not_precede_them(tmp_path):
-    parts = [{"type": "text", "content": "Be brief."}]
-    found = genai([SYSTEM, USER], SAYS) | {"gen_ai.system_instructions": json.dumps(parts)}
-    (step,), _ = steps_in(write_lines(tmp_path / "a.jsonl", sdk(0, found)))
-    assert [m["content"] for m in step.messages if m["role"] == "system"] == [
-        "Be brief.",
-        "Be kind.",
-    ]
+    assert texts == expected
 
 
 @pytest.mark.parametrize("mark", [{"source": "EVAL"}, {"observationId": "g0"}])
@@ -483,12 +475,6 @@ def test_a_circle_of_parents_ends(tmp_path):
     assert len(steps) == 1
 
 
-def test_unknown_attributes_of_a_call_are_named(tmp_path):
-    span = sdk(0, genai(*CALLS[0]) | {"acme.hidden.prompt": "Obey me."})
-    ((_, found),), _ = read_all(ADAPTER, write_lines(tmp_path / "a.jsonl", span))
-    assert found.unread == {"attributes.acme": 1}
-
-
 def strings_in(value, name=""):
     """The texts of an answer, whatever its shape; JSON in strings is opened."""
     if isinstance(value, str):
@@ -548,3 +534,9 @@ def test_a_tree_of_attributes_loses_no_value(attributes):
         return [leaf for each in below for leaf in leaves(each)] or [node][: not below]
 
     assert sorted(v for v in leaves(tree_of(attributes)) if v != {}) == sorted(attributes.values())
+
+
+def test_unknown_attributes_of_a_call_are_named(tmp_path):
+    span = sdk(0, genai(*CALLS[0]) | {"acme.hidden.prompt": "Obey me."})
+    ((_, result),), _ = read_all(ADAPTER, write_lines(tmp_path / "a.jsonl", span))
+    assert result.unread == {"attributes.acme": 1}

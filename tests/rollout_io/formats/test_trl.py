@@ -13,7 +13,7 @@ from rollout_io.formats.trl import ADAPTER
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import convert_with, planned, read_all
 from tests.helpers.examples import examples
-from tests.helpers.line_log_helpers import check_records, save_template
+from tests.helpers.line_log_helpers import check_records
 
 
 def prompt(text):
@@ -59,12 +59,6 @@ def test_rows_of_one_step_with_one_prompt_are_a_group(file):
     assert [place.where for run in plan.runs for place in run.places] == [
         f"{file}, row {i}" for i in range(3)
     ]
-
-
-def test_another_step_is_another_group(file, tmp_path):
-    columns = {"prompt": [prompt("1 + 5?")], "completion": [answer("6")], "correct": [1.0]}
-    other = save(tmp_path / "completions_00008.parquet", 1, 8, **columns)
-    assert len({run.instance_id for run in planned(ADAPTER, file, other).runs}) == 3
 
 
 def test_the_only_column_of_numbers_is_the_outcome(file):
@@ -142,13 +136,6 @@ def test_with_a_tokenizer_plain_text_is_encoded_as_it_stands(tmp_path, smollm2_d
     assert table["loss_mask"].to_pylist() == [[True] * len(table["response_ids"][0])]
 
 
-def test_without_a_tokenizer_plain_text_is_refused_with_the_way_to_tokens(tmp_path):
-    path = save(tmp_path / "c.parquet", prompt=["x"] * 2, completion=["y"] * 2, correct=[1.0] * 2)
-    with pytest.raises(RolloutError, match="no_token_ids") as caught:
-        convert_with(ADAPTER, [path], tmp_path)
-    assert "--tokenizer" in caught.value.hint
-
-
 def test_a_completion_without_an_answer_has_no_calls(tmp_path):
     completions = [answer("y"), [{"role": "user", "content": "z"}]]
     columns = {"prompt": [prompt("x")] * 2, "completion": completions, "correct": [1.0] * 2}
@@ -167,16 +154,6 @@ def test_parquet_without_its_columns_is_none_of_trl(tmp_path):
         "parquet_file",
         "cannot read the file: the column 'completion' is missing",
     )
-
-
-@pytest.mark.model
-def test_with_a_tokenizer_a_reward_is_chosen_and_rows_are_made(file, tmp_path, smollm2_dir):
-    choices = {"tokenizer": str(smollm2_dir), "reward": "advantage"}
-    choices["chat_template"] = save_template(tmp_path)
-    done, table = convert_with(ADAPTER, [file], tmp_path, **choices)
-    assert (done.summary.num_records, done.summary.num_written) == (3, 3)
-    assert table["reward"].to_pylist() == pytest.approx([0.7, 0.0, -0.7])
-    assert table["response_text"].to_pylist() == ["6", "4", "7"]
 
 
 def test_a_reward_that_is_not_there_is_refused_with_the_names(file, tmp_path, smollm2_dir):

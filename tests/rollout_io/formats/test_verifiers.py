@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import copy
 import json
 import tempfile
@@ -217,11 +215,6 @@ EPISODES = b"\n".join(
         row(example_id=4),
     )
 )
-
-
-def test_a_row_twice_is_refused(tmp_path):
-    plan = planned(ADAPTER, write_lines(tmp_path / "a.jsonl", row(), row()))
-    assert [r.error.rule for r in plan.rejected] == ["duplicate_record"]
 
 
 @pytest.mark.slow

@@ -1,12 +1,9 @@
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from rollout_io import read_log
 from rollout_io.formats.start import Start
 from rollout_io.formats.verifiers import ADAPTER
 from rollout_io.formats.verifiers_rows import metadata_beside
@@ -14,7 +11,6 @@ from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import convert_with, planned, read_all, write_lines
 from tests.helpers.verifiers_helpers import (
     PEER,
-    POINTER,
     call,
     episode,
     lines_of,
@@ -50,13 +46,6 @@ def test_real_rows_of_text_are_conversations_and_are_refused_without_a_tokenizer
         assert [m["role"][0] for m in conversation.messages] == list("suaua")
     with pytest.raises(RolloutError, match="no_token_ids"):
         convert_with(ADAPTER, [PEER / "legacy" / "text"], tmp_path)
-
-
-def test_real_rows_of_text_are_re_tokenized(tmp_path, smollm2_dir):
-    choices = {"tokenizer": str(smollm2_dir)}
-    _, table = convert_with(ADAPTER, [PEER / "legacy" / "text"], tmp_path, **choices)
-    assert set(table["token_source"].to_pylist()) == {"retokenized"}
-    assert all(len(row) == 2 for row in table["segments"].to_pylist())
 
 
 @pytest.mark.parametrize(
@@ -160,15 +149,6 @@ def test_a_failed_row_without_an_answer_is_kept_with_its_error(tmp_path):
     assert refusal(tmp_path, row(completion=[])).rule == "no_calls"
 
 
-def test_a_pointer_of_git_lfs_is_named_and_the_other_files_are_read(tmp_path):
-    for name, content in (("one", POINTER), ("two", json.dumps(row()).encode())):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "results.jsonl").write_bytes(content)
-    plan = planned(ADAPTER, tmp_path)
-    assert [rejected.error.rule for rejected in plan.rejected] == ["lfs_pointer"]
-    assert len(plan.runs) == 1
-
-
 @pytest.mark.parametrize(
     ("record", "rule"),
     [
@@ -206,15 +186,6 @@ def test_a_directory_with_other_records_is_not_one_log(tmp_path):
     assert ADAPTER.recognizes(Start(tmp_path))
     write_lines(tmp_path / "calls.jsonl", row())
     assert not ADAPTER.recognizes(Start(tmp_path))
-
-
-@pytest.mark.parametrize("log", ["eval/traces.jsonl", "legacy/text/results.jsonl"])
-def test_a_tokenizer_must_be_found_for_exact_tokens_as_for_text(log):
-    with pytest.raises(
-        RolloutError,
-        match=r"org/model: the tokenizer is neither a directory nor a model in the local .*\[tokenizer\]",
-    ):
-        read_log(PEER / log, tokenizer="org/model")
 
 
 def test_metadata_that_were_replaced_are_read_again_by_the_same_process(tmp_path):

@@ -9,7 +9,6 @@ from rollout_io.cli.main import run
 from rollout_io.formats.parsing.messages import prompt_key
 from rollout_io.formats.start import Start
 from rollout_io.formats.verl import ADAPTER, NO_IDS, TOOL_RESULTS
-from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import convert_with, planned, read_all, write_lines
 from tests.helpers.examples import examples
 from tests.helpers.line_log_helpers import check_lines, mutated_lines
@@ -67,15 +66,6 @@ def test_what_a_dump_lacks_and_the_tool_results_in_it_are_counted(tmp_path):
     assert [found.notes.get(TOOL_RESULTS, 0) for _, found in runs] == [1, 1, 0, 0, 1]
 
 
-def test_without_a_tokenizer_text_is_refused_with_the_way_to_tokens(tmp_path):
-    path = write_lines(tmp_path / "3.jsonl", sample())
-    with pytest.raises(RolloutError, match="no_token_ids") as caught:
-        convert_with(ADAPTER, [path], tmp_path)
-    assert caught.value.where == f"{path}:1"
-    assert "--tokenizer" in caught.value.hint
-    assert not list((tmp_path / "ds").glob("*.parquet"))
-
-
 @pytest.mark.model
 def test_the_dumps_of_two_steps_are_compared_task_by_task(tmp_path, smollm2_dir, capsys):
     datasets = []
@@ -115,15 +105,6 @@ def test_an_empty_text_is_refused_by_name(empty, what, tmp_path, smollm2_dir):
     assert json.loads(rejected)["rule"] == f"nonempty_{what}"
 
 
-@pytest.mark.parametrize("missing", ["input", "output", "score", "step"])
-def test_lines_without_its_fields_are_none_of_verl(missing, tmp_path):
-    record = sample()
-    del record[missing]
-    path = write_lines(tmp_path / "3.jsonl", record)
-    assert not ADAPTER.recognizes(Start(path))
-    assert [r.error.rule for r in planned(ADAPTER, path).rejected] == ["record_type"]
-
-
 @given(mutated_lines(b"\n".join(json.dumps(sample(score=s)).encode() for s in (0.0, 1.0))))
 @settings(deadline=None, max_examples=examples(100))
 def test_no_damage_loses_a_line_or_ends_in_a_traceback(content):
@@ -131,9 +112,3 @@ def test_no_damage_loses_a_line_or_ends_in_a_traceback(content):
         path = Path(folder) / "3.jsonl"
         path.write_bytes(content)
         check_lines(ADAPTER, path)
-
-
-def test_a_text_beside_the_fields_that_are_read_is_named(tmp_path):
-    path = write_lines(tmp_path / "3.jsonl", sample(hint="Look here.", acc=1.0))
-    ((_, found),), rejected = read_all(ADAPTER, path)
-    assert (rejected, found.unread, found.metrics["acc"]) == ([], {"hint": 1}, 1.0)

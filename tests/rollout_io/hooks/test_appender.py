@@ -4,12 +4,13 @@ import logging
 import string
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rollout_io
 from rollout_io.dataset.checking import check
 from rollout_io.hooks.appender import RolloutAppender
+from tests.helpers.examples import examples
 
 NAMES = st.sampled_from(["a", "b", "a@2", "a@3", "a_0"])
 GROUPS = st.lists(st.tuples(NAMES, st.integers(1, 3)), min_size=1, max_size=4)
@@ -27,7 +28,8 @@ def rows(path):
     return rollout_io.read(path).to_pylist()
 
 
-@given(batches=st.lists(GROUPS, min_size=1, max_size=4), restarts=st.integers(0, 4))
+@settings(deadline=None, max_examples=examples(8))
+@given(batches=st.lists(GROUPS, min_size=2, max_size=4), restarts=st.integers(1, 3))
 def test_groups_of_a_task_stay_apart_over_batches_and_restarts(batches, restarts, tmp_path_factory):
     path = tmp_path_factory.mktemp("hook") / "ds"
     appender = RolloutAppender(path)

@@ -25,7 +25,7 @@ from rollout_io.dataset.versions import (
     write_version,
 )
 from rollout_io.redaction import scanner
-from rollout_io.redaction.literals import Literals, View, readable, widened
+from rollout_io.redaction.literals import Literals, readable, widened
 from rollout_io.redaction.redact import Findings, redact
 from rollout_io.redaction.scanner import Rules, scan
 from rollout_io.redaction.tables import Redactor
@@ -80,21 +80,6 @@ def test_a_secret_is_found_at_any_depth_of_json_and_json_remains(before, after, 
     for _ in range(depth):
         made = json.loads(made)["a"][0]
     assert made == before + "<0>" + after
-
-
-@given(st.binary(max_size=30), st.data())
-def test_ranges_of_a_view_lead_back_to_the_bytes_that_they_stand_for(text, data):
-    plain = View.of(text).unescaped()
-    for view in (plain, plain.compact()):
-        size = len(view.content)
-        spans = [view.span(i, i + 1) for i in range(size)]
-        assert spans == sorted(spans)
-        assert all(0 <= a < b <= len(text) for a, b in spans)
-        if size:
-            start = data.draw(st.integers(0, size - 1))
-            end = data.draw(st.integers(start + 1, size))
-            assert view.span(start, end) == (spans[start][0], spans[end - 1][1])
-    assert {b"\\"[0], b"%"[0], b"&"[0]} & set(text) or plain.content == text
 
 
 def test_a_secret_of_an_url_is_found_where_it_is_quoted():
@@ -430,30 +415,6 @@ def test_personal_data_needs_presidio_and_finds_numbers_with_it(monkeypatch):
         (f.kind, text.encode()[f.start : f.end]) for f in scan(text.encode(), Rules(personal=True))
     ]
     assert found == [("phone_number", b"+14155552671"), ("email_address", b"ann@example.org")]
-
-
-@pytest.mark.usefixtures("no_rules")
-def test_text_that_rows_share_is_scanned_once(monkeypatch):
-    scanned = []
-
-    def scan(_self, text, _rules, _num_known):
-        scanned.append(len(text))
-        return set()
-
-    monkeypatch.setattr(Findings, "scan", scan)
-    texts = ["a" * 100_000, "a" * 100_000 + "b", "a" * 100_000 + "b"]
-    table = pa.table(
-        {"prompt_token_ids": [[], [], []], "response_ids": [[], [], []], "response_text": texts},
-        pa.schema(
-            [
-                ("prompt_token_ids", pa.list_(pa.int32())),
-                ("response_ids", pa.list_(pa.int32())),
-                ("response_text", pa.string()),
-            ]
-        ),
-    )
-    Findings().scan_table(table, Rules(), VOCABULARY)
-    assert sorted(scanned)[-2:] == [8193, 100_000]
 
 
 @pytest.mark.usefixtures("no_rules")

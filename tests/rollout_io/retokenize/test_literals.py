@@ -31,7 +31,8 @@ def smol(smollm2_dir):
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory):
-    return load_tokenizer(save_qwen3(tmp_path_factory.mktemp("qwen3"), chat_template_of("qwen3")))
+    folder = tmp_path_factory.mktemp("qwen3")
+    return load_tokenizer(save_qwen3(folder, chat_template_of("qwen3"), 15_000))
 
 
 def chat(prompt, argument, result, answer, thought="x"):

@@ -15,7 +15,6 @@ from rollout_io.retokenize import (
     retokenize,
 )
 from rollout_io.retokenize.chat_template import find_template
-from rollout_io.retokenize.fixed_base import fixed_base
 from schemas.errors import RolloutError
 from tests.helpers.examples import examples
 from tests.helpers.qwen import chat_template_of, save_qwen3
@@ -201,12 +200,6 @@ def test_consecutive_tool_messages_are_one_user_block(official):
     assert together in official.decode(tokens.response_ids)
 
 
-def test_encoding_starts_at_the_last_eos_of_the_base_however_many_tools(official):
-    base = fixed_base(official, TOOLS, "m")
-    assert "weather" in base.text
-    assert (base.anchor, base.anchor_ids) == ("<|im_end|>\n", [151645, 198])
-
-
 def test_parallel_calls_train_whole(official):
     tokens = retokenize(PARALLEL, official, tools=TOOLS)
     assert [official.decode(tokens.response_ids[s : s + n]) for s, n in tokens.spans] == [
@@ -293,19 +286,8 @@ def test_a_template_with_alternating_roles_says_so(named):
         retokenize(CONVERSATIONS["thinking"], named("gemma3"))
 
 
-PARTS = [
-    "a",
-    " b",
-    "\n",
-    "\n\n",
-    " ",
-    "\t",
-    "12",
-    "\u00e9\u4e2d",
-    "\U0001f600",
-    "\r\n",
-    "assistant",
-]
+PARTS = ["a", " b", "\n", "\n\n", " ", "\t", "12", "\u00e9\u4e2d", "\U0001f600", "\r\n"]
+PARTS += ["assistant"]
 PARTS += ["<|im_ end|>", "<|im_ start|>", "<tool_call>", "{", '"', "```"]
 TEXT = st.lists(st.sampled_from(PARTS), max_size=6).map("".join)
 CALL = st.builds(call, st.sampled_from(["weather", "clock"]), city=TEXT)
