@@ -216,36 +216,30 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("make", [pytest.param(one, id=one.__name__) for one in REFUSED])
-def test_an_engine_that_shows_no_pictures_fails_a_trajectory_before_it_samples(
+async def test_an_engine_that_shows_no_pictures_fails_a_trajectory_before_it_samples(
     make, model, tmp_path
 ):
     path = model("qwen2_5_vl")
     config, engine = config_of(tmp_path, path), make(path, tmp_path)
     task = Task(instance_id="t", repetition_id=0, prompt=ASK)
 
-    async def run_one():
-        trajectory = GymTrajectory(
-            task, lambda: Screens(), engine, load_tokenizer(path), config, Blobs.of(config.out)
-        )
-        with pytest.raises(RolloutError) as error:
-            await trajectory.run()
-        return trajectory, error.value
-
-    trajectory, error = asyncio.run(run_one())
+    trajectory = GymTrajectory(
+        task, lambda: Screens(), engine, load_tokenizer(path), config, Blobs.of(config.out)
+    )
+    with pytest.raises(RolloutError) as error:
+        await trajectory.run()
+    trajectory, error = trajectory, error.value
     finding, hint = REFUSED[make]
     assert (error.rule, error.hint, trajectory.steps) == ("engine_pictures", hint, [])
     assert finding in error.got
 
 
-def test_a_model_without_an_image_processor_refuses_pictures(tokenizer, tmp_path):
+async def test_a_model_without_an_image_processor_refuses_pictures(tokenizer, tmp_path):
     engine = TransformersEngine(tiny_llama(vocab_size=49152), tokenizer)
     config = config_of(tmp_path, tokenizer.name)
 
-    async def run_one():
-        made = Generator(engine, tokenizer, config, store=Blobs.of(config.out))
-        return await made.collect([Task(instance_id="t", repetition_id=0, prompt=ASK)])
-
-    (finished,) = asyncio.run(run_one())
+    made = Generator(engine, tokenizer, config, store=Blobs.of(config.out))
+    (finished,) = await made.collect([Task(instance_id="t", repetition_id=0, prompt=ASK)])
     assert finished.rule == "engine_pictures"
     assert "has no image processor" in finished.error
 

@@ -229,22 +229,19 @@ def is_running(pid):
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
-def test_a_command_that_is_cancelled_ends_with_all_of_its_processes(tmp_path, monkeypatch):
+async def test_a_command_that_is_cancelled_ends_with_all_of_its_processes(tmp_path, monkeypatch):
     monkeypatch.setattr("pipelines.harness.commands._STOP_S", 0.5)
     script = "sleep 60 & echo $! > pids; trap '' TERM; echo $$ >> pids; wait; sleep 60"
     pids = tmp_path / "pids"
 
-    async def main():
-        with Watch() as watch:
-            words = ["sh", "-c", f"cd {tmp_path}; {script}"]
-            given = {"folder": tmp_path, "timeout_s": 60, "watch": watch, "where": "t"}
-            running = asyncio.create_task(run_command(words, {}, **given))
-            while not pids.exists() or len(pids.read_text().split()) < 2:
-                await asyncio.sleep(0.02)
-            running.cancel()
-            await asyncio.wait({running})
-
-    asyncio.run(main())
+    with Watch() as watch:
+        words = ["sh", "-c", f"cd {tmp_path}; {script}"]
+        given = {"folder": tmp_path, "timeout_s": 60, "watch": watch, "where": "t"}
+        running = asyncio.create_task(run_command(words, {}, **given))
+        while not pids.exists() or len(pids.read_text().split()) < 2:
+            await asyncio.sleep(0.02)
+        running.cancel()
+        await asyncio.wait({running})
     deadline = time.monotonic() + 20
     found = [int(pid) for pid in pids.read_text().split()]
     while any(map(is_running, found)) and time.monotonic() < deadline:

@@ -82,28 +82,25 @@ def test_only_the_calls_of_a_trajectory_that_is_open_are_answered(tokenizer):
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1"])
-def test_only_loopback_serves_requests_without_the_token_of_their_trajectory(tokenizer, host):
-    async def main():
-        engine = Scripted(tokenizer, "one")
-        async with calling(engine, tokenizer, host=host) as (calls, _, endpoint, client):
-            task = Task(instance_id="x", repetition_id=0, prompt=ASK)
-            async with calls.trajectory(task, config_of()) as (_, other):
-                found = []
-                for key in (endpoint.api_key, None, "wrong", "none", other.api_key):
-                    headers = {} if key is None else {"authorization": f"Bearer {key}"}
-                    for path in ("chat/completions", "models"):
-                        url, body = (
-                            f"{endpoint.base_url}/{path}",
-                            CHAT if path != "models" else None,
-                        )
-                        how = "GET" if body is None else "POST"
-                        asked = await client.request(how, url, json=body, headers=headers)
-                        found.append(asked.status_code)
-                lost = endpoint.base_url.replace(endpoint.base_url.split("/")[-3], "0" * 16)
-                found.append((await client.get(f"{lost}/models")).status_code)
-            return found, endpoint.api_key, engine
-
-    found, key, engine = asyncio.run(main())
+async def test_only_loopback_serves_requests_without_the_token_of_their_trajectory(tokenizer, host):
+    engine = Scripted(tokenizer, "one")
+    async with calling(engine, tokenizer, host=host) as (calls, _, endpoint, client):
+        task = Task(instance_id="x", repetition_id=0, prompt=ASK)
+        async with calls.trajectory(task, config_of()) as (_, other):
+            found = []
+            for key in (endpoint.api_key, None, "wrong", "none", other.api_key):
+                headers = {} if key is None else {"authorization": f"Bearer {key}"}
+                for path in ("chat/completions", "models"):
+                    url, body = (
+                        f"{endpoint.base_url}/{path}",
+                        CHAT if path != "models" else None,
+                    )
+                    how = "GET" if body is None else "POST"
+                    asked = await client.request(how, url, json=body, headers=headers)
+                    found.append(asked.status_code)
+            lost = endpoint.base_url.replace(endpoint.base_url.split("/")[-3], "0" * 16)
+            found.append((await client.get(f"{lost}/models")).status_code)
+        found, key, engine = found, endpoint.api_key, engine
     if host == "127.0.0.1":
         assert found == [200] * 10 + [403]
         assert key == "none"
@@ -113,24 +110,21 @@ def test_only_loopback_serves_requests_without_the_token_of_their_trajectory(tok
     assert len(engine.asked) == (1 if host != "127.0.0.1" else 5)
 
 
-def test_the_endpoint_has_the_port_and_the_model_of_the_configuration(tokenizer):
+async def test_the_endpoint_has_the_port_and_the_model_of_the_configuration(tokenizer):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     settings = {"port": port, "served_model_name": "policy"}
 
-    async def main():
-        engine = Scripted(tokenizer, "one")
-        async with calling(engine, tokenizer, **settings) as (_, _, endpoint, client):
-            models = (await client.get(f"{endpoint.base_url}/models")).json()
-            url, statuses = f"{endpoint.base_url}/chat/completions", []
-            for model in ("policy", "gpt-5"):
-                answer = await client.post(url, json=CHAT | {"model": model})
-                statuses.append(answer.status_code)
-            assert statuses == [200, 404]
-            return endpoint, [model["id"] for model in models["data"]]
-
-    endpoint, names = asyncio.run(main())
+    engine = Scripted(tokenizer, "one")
+    async with calling(engine, tokenizer, **settings) as (_, _, endpoint, client):
+        models = (await client.get(f"{endpoint.base_url}/models")).json()
+        url, statuses = f"{endpoint.base_url}/chat/completions", []
+        for model in ("policy", "gpt-5"):
+            answer = await client.post(url, json=CHAT | {"model": model})
+            statuses.append(answer.status_code)
+        assert statuses == [200, 404]
+        endpoint, names = endpoint, [model["id"] for model in models["data"]]
     assert endpoint.base_url.startswith(f"http://127.0.0.1:{port}/s/")
     assert names == [endpoint.model] == ["policy"]
 
@@ -186,38 +180,32 @@ class CallsTheEndpoint:
         return output
 
 
-def test_a_generator_gets_the_url_of_the_engine(tokenizer):
+async def test_a_generator_gets_the_url_of_the_engine(tokenizer):
     settings = {"harness": None, "generator": f"{__name__}:CallsTheEndpoint"}
     config = config_of(**settings, served_model_name="policy")
 
-    async def main():
-        engine = Scripted(tokenizer, "one")
-        async with open_calls(config, engine, tokenizer) as endpoint:
-            (finished,) = await Generator(engine, tokenizer, config, endpoint).collect([TASK])
-        return finished
-
-    finished = asyncio.run(main())
+    engine = Scripted(tokenizer, "one")
+    async with open_calls(config, engine, tokenizer) as endpoint:
+        (finished,) = await Generator(engine, tokenizer, config, endpoint).collect([TASK])
+    finished = finished
     assert finished.error is None
     assert finished.rows["reward"].to_pylist() == [1.0]
 
 
-def test_what_a_request_leaves_out_is_as_the_configuration_has_it(tokenizer):
+async def test_what_a_request_leaves_out_is_as_the_configuration_has_it(tokenizer):
     engine = Scripted(tokenizer, "one")
     settings = {"temperature": 0.5, "top_k": 9, "seed": 4, "max_response_tokens": 20}
 
-    async def main():
-        async with calling(engine, tokenizer, **settings) as (calls, opened, _, client):
-            for fields in (
-                {},
-                {"temperature": 0.9, "max_tokens": 99},
-                {"max_completion_tokens": 5},
-            ):
-                answer = await client.post("v1/chat/completions", json=CHAT | fields)
-                assert answer.json()["model"] == "m"
-                assert answer.json()["choices"][0]["logprobs"] is None
-            return await calls.steps(opened, outcome_of(1.0, "t"))
-
-    steps, fault = asyncio.run(main())
+    async with calling(engine, tokenizer, **settings) as (calls, opened, _, client):
+        for fields in (
+            {},
+            {"temperature": 0.9, "max_tokens": 99},
+            {"max_completion_tokens": 5},
+        ):
+            answer = await client.post("v1/chat/completions", json=CHAT | fields)
+            assert answer.json()["model"] == "m"
+            assert answer.json()["choices"][0]["logprobs"] is None
+        steps, fault = await calls.steps(opened, outcome_of(1.0, "t"))
     assert fault is None
     assert [round(step.temperature, 3) for step in steps] == [0.5, 0.9, 0.5]
     assert [step.reward for step in steps] == [0.0, 0.0, 1.0]
@@ -500,17 +488,14 @@ CONTENTS = {"contents": [{"role": "user", "parts": [{"text": ASK[0]["content"]}]
         ),
     ],
 )
-def test_calls_in_the_dialects_of_harnesses_are_steps_of_the_trajectory(
+async def test_calls_in_the_dialects_of_harnesses_are_steps_of_the_trajectory(
     tokenizer, path, body, text
 ):
-    async def main():
-        engine = Scripted(tokenizer, "one")
-        async with calling(engine, tokenizer) as (calls, opened, _, client):
-            answer = await client.post(path, json=body)
-            assert answer.status_code == 200
-            return text(answer.json()), (await calls.steps(opened, outcome_of(0.5, "t")))[0]
-
-    said, (step,) = asyncio.run(main())
+    engine = Scripted(tokenizer, "one")
+    async with calling(engine, tokenizer) as (calls, opened, _, client):
+        answer = await client.post(path, json=body)
+        assert answer.status_code == 200
+        said, (step,) = text(answer.json()), (await calls.steps(opened, outcome_of(0.5, "t")))[0]
     assert said == "one"
     assert len(msgspec.json.decode(step.response_ids)) == len(step.rollout_logprobs) > 0
     assert msgspec.json.decode(step.messages)[: len(ASK)] == ASK

@@ -290,15 +290,12 @@ def test_sessions_are_told_apart_by_what_codex_and_opencode_send_themselves(engi
     assert agents == {None, "c-2"}
 
 
-def test_a_lone_surrogate_is_read_as_the_replacement_character(engine, tmp_path):
-    async def main():
-        async with recording(tmp_path / "ds", engine.url) as client:
-            body = r'{"model": "fake", "instructions": "a \ud800 b", "input": "c \udfff"}'
-            kind = {"content-type": "application/json"}
-            answer = await client.post("/s/a/0/v1/responses", content=body, headers=kind)
-            return answer.status_code, answer.json()
-
-    status, said = asyncio.run(main())
+async def test_a_lone_surrogate_is_read_as_the_replacement_character(engine, tmp_path):
+    async with recording(tmp_path / "ds", engine.url) as client:
+        body = r'{"model": "fake", "instructions": "a \ud800 b", "input": "c \udfff"}'
+        kind = {"content-type": "application/json"}
+        answer = await client.post("/s/a/0/v1/responses", content=body, headers=kind)
+        status, said = answer.status_code, answer.json()
     assert (status, said["instructions"]) == (200, "a \ufffd b")
     assert [message["content"] for message in engine.requests[0]["messages"]] == [
         "a \ufffd b",

@@ -41,21 +41,18 @@ def engine():
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_sees_byte_for_byte_what_the_engine_would_have_told_it(
+async def test_a_client_sees_byte_for_byte_what_the_engine_would_have_told_it(
     engine, tmp_path, path, stream
 ):
-    async def main():
-        async with recording(tmp_path / "ds", engine.url) as client:
-            for extra in EXTRAS:
-                body = PATHS[path] | {"stream": stream} | extra
-                plain = await client.post(f"{engine.url}/v1/{path}", json=body)
-                ours = await client.post(f"/s/a/0/v1/{path}", json=body)
-                assert ours.content == plain.content, extra
-                assert ours.status_code == plain.status_code
-                assert ours.headers["content-type"] == plain.headers["content-type"]
-            await client.post("/s/a/0/end", json={"reward": 1.0})
-
-    asyncio.run(main())
+    async with recording(tmp_path / "ds", engine.url) as client:
+        for extra in EXTRAS:
+            body = PATHS[path] | {"stream": stream} | extra
+            plain = await client.post(f"{engine.url}/v1/{path}", json=body)
+            ours = await client.post(f"/s/a/0/v1/{path}", json=body)
+            assert ours.content == plain.content, extra
+            assert ours.status_code == plain.status_code
+            assert ours.headers["content-type"] == plain.headers["content-type"]
+        await client.post("/s/a/0/end", json={"reward": 1.0})
     made = rows(tmp_path / "ds", "prompt_token_ids", "response_ids", "rollout_logprobs", "reward")
     assert len(made) == 11
     for row in made:
@@ -236,38 +233,34 @@ def test_no_request_gets_a_traceback_or_another_answer_than_the_engines(
     fuzz()
 
 
-def test_a_body_beyond_the_bound_is_refused_and_goes_nowhere(engine, tmp_path):
-    async def main():
-        num_before = len(engine.requests)
-        async with recording(tmp_path / "ds", engine.url, max_request_bytes=1000) as client:
-            body = CHAT | {"messages": [{"role": "user", "content": "x" * 2000}]}
-            answer = await client.post("/s/a/0/v1/chat/completions", json=body)
-            assert (answer.status_code, answer.json()["error"]["type"]) == (413, "request_size")
-        assert len(engine.requests) == num_before
-
-    asyncio.run(main())
+async def test_a_body_beyond_the_bound_is_refused_and_goes_nowhere(engine, tmp_path):
+    num_before = len(engine.requests)
+    async with recording(tmp_path / "ds", engine.url, max_request_bytes=1000) as client:
+        body = CHAT | {"messages": [{"role": "user", "content": "x" * 2000}]}
+        answer = await client.post("/s/a/0/v1/chat/completions", json=body)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (413, "request_size")
+    assert len(engine.requests) == num_before
 
 
 @pytest.mark.parametrize("encodings", ["gzip", "br", "zstd", "identity", "gzip, zstd", "GZIP"])
-def test_a_compressed_body_is_served_and_recorded_as_the_plain_one(engine, tmp_path, encodings):
-    async def main():
-        async with recording(tmp_path / "ds", engine.url) as client:
-            plain = json.dumps(CHAT).encode()
-            sent = await client.post(
-                "/s/a/0/v1/chat/completions",
-                content=compressed(plain, encodings),
-                headers={"content-encoding": encodings, "content-type": "application/json"},
-            )
-            assert sent.status_code == 200
-            as_plain = engine.requests[-1]
-            await client.post("/s/b/0/v1/chat/completions", content=plain)
-            assert engine.requests[-1] == as_plain
-            for name in ("a", "b"):
-                await client.post(f"/s/{name}/0/end", json={"reward": 1.0})
-        first, second = rows(tmp_path / "ds", "messages", "prompt_token_ids")
-        assert first == second
-
-    asyncio.run(main())
+async def test_a_compressed_body_is_served_and_recorded_as_the_plain_one(
+    engine, tmp_path, encodings
+):
+    async with recording(tmp_path / "ds", engine.url) as client:
+        plain = json.dumps(CHAT).encode()
+        sent = await client.post(
+            "/s/a/0/v1/chat/completions",
+            content=compressed(plain, encodings),
+            headers={"content-encoding": encodings, "content-type": "application/json"},
+        )
+        assert sent.status_code == 200
+        as_plain = engine.requests[-1]
+        await client.post("/s/b/0/v1/chat/completions", content=plain)
+        assert engine.requests[-1] == as_plain
+        for name in ("a", "b"):
+            await client.post(f"/s/{name}/0/end", json={"reward": 1.0})
+    first, second = rows(tmp_path / "ds", "messages", "prompt_token_ids")
+    assert first == second
 
 
 def compressed(body, encodings):
@@ -291,96 +284,75 @@ def compressed(body, encodings):
         ("br", compressed(b" " * (1 << 20), "br"), 413, "request_size"),
     ],
 )
-def test_a_body_that_cannot_be_decompressed_is_refused_by_name(
+async def test_a_body_that_cannot_be_decompressed_is_refused_by_name(
     engine, tmp_path, encoding, body, status, rule
 ):
-    async def main():
-        num_before = len(engine.requests)
-        async with recording(tmp_path / "ds", engine.url, max_request_bytes=1000) as client:
-            answer = await client.post(
-                "/s/a/0/v1/chat/completions", content=body, headers={"content-encoding": encoding}
-            )
-            assert (answer.status_code, answer.json()["error"]["type"]) == (status, rule)
-        assert len(engine.requests) == num_before
-
-    asyncio.run(main())
+    num_before = len(engine.requests)
+    async with recording(tmp_path / "ds", engine.url, max_request_bytes=1000) as client:
+        answer = await client.post(
+            "/s/a/0/v1/chat/completions", content=body, headers={"content-encoding": encoding}
+        )
+        assert (answer.status_code, answer.json()["error"]["type"]) == (status, rule)
+    assert len(engine.requests) == num_before
 
 
-def test_the_engines_errors_pass_as_they_are_and_an_engine_that_is_away_is_a_502(
+async def test_the_engines_errors_pass_as_they_are_and_an_engine_that_is_away_is_a_502(
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr("pipelines.record.serving._BACKOFF_S", 0.01)
 
-    async def main():
-        app = FakeEngine()
-        app.status = 429
-        with running(app) as url:
-            async with recording(tmp_path / "ds", url) as client:
-                answer = await client.post("/s/a/0/v1/completions", json=TEXT)
-                assert answer.status_code == 429
-                assert answer.json() == {"error": {"message": "busy", "code": 429}}
-                assert len(app.requests) == 1
-        async with recording(tmp_path / "away", url) as client:
+    app = FakeEngine()
+    app.status = 429
+    with running(app) as url:
+        async with recording(tmp_path / "ds", url) as client:
             answer = await client.post("/s/a/0/v1/completions", json=TEXT)
-            assert (answer.status_code, answer.json()["error"]["type"]) == (502, "engine_down")
+            assert answer.status_code == 429
+            assert answer.json() == {"error": {"message": "busy", "code": 429}}
+            assert len(app.requests) == 1
+    async with recording(tmp_path / "away", url) as client:
+        answer = await client.post("/s/a/0/v1/completions", json=TEXT)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (502, "engine_down")
 
-    asyncio.run(main())
 
-
-def test_the_model_may_have_another_name_for_clients(engine, tmp_path):
-    async def main():
-        async with recording(tmp_path / "ds", engine.url, served_model_name="ours") as client:
-            assert (await client.get("/v1/models")).json()["data"][0]["id"] == "ours"
-            for stream in (False, True):
-                body = TEXT | {"model": "ours", "stream": stream}
-                answer = await client.post("/s/a/0/v1/completions", json=body)
-                assert engine.requests[-1]["model"] == "fake"
-                assert b'"model":"ours"' in answer.content
-                assert b"fake" not in answer.content
-
-    asyncio.run(main())
+async def test_the_model_may_have_another_name_for_clients(engine, tmp_path):
+    async with recording(tmp_path / "ds", engine.url, served_model_name="ours") as client:
+        assert (await client.get("/v1/models")).json()["data"][0]["id"] == "ours"
+        for stream in (False, True):
+            body = TEXT | {"model": "ours", "stream": stream}
+            answer = await client.post("/s/a/0/v1/completions", json=body)
+            assert engine.requests[-1]["model"] == "fake"
+            assert b'"model":"ours"' in answer.content
+            assert b"fake" not in answer.content
 
 
 @pytest.mark.parametrize("path", ["/v1/models/../../x", "/v1/models/a/%2e%2E/%2e%2e/x"])
-def test_no_path_leads_out_of_the_models(engine, tmp_path, path):
-    async def main():
-        async with recording(tmp_path / "ds", engine.url) as client:
-            host, port = client.root.removeprefix("http://").split(":")
-            reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(
-                f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode()
-            )
-            assert b"no_such_path" in await reader.read()
-            writer.close()
-
-    asyncio.run(main())
+async def test_no_path_leads_out_of_the_models(engine, tmp_path, path):
+    async with recording(tmp_path / "ds", engine.url) as client:
+        host, port = client.root.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+        assert b"no_such_path" in await reader.read()
+        writer.close()
 
 
-def test_more_calls_than_may_be_under_way_wait_their_turn(tmp_path):
-    async def main():
-        app = FakeEngine(gap_s=0.02)
-        with running(app) as url:
-            async with recording(tmp_path / "ds", url, max_concurrency=2) as client:
-                calls = [client.post(f"/s/a/{i}/v1/completions", json=TEXT) for i in range(6)]
-                answers = asyncio.gather(*calls)
-                while len(app.requests) < 2:
-                    await asyncio.sleep(0.01)
-                assert len(app.requests) == 2
-                assert {answer.status_code for answer in await answers} == {200}
-
-    asyncio.run(main())
+async def test_more_calls_than_may_be_under_way_wait_their_turn(tmp_path):
+    app = FakeEngine(gap_s=0.02)
+    with running(app) as url:
+        async with recording(tmp_path / "ds", url, max_concurrency=2) as client:
+            calls = [client.post(f"/s/a/{i}/v1/completions", json=TEXT) for i in range(6)]
+            answers = asyncio.gather(*calls)
+            while len(app.requests) < 2:
+                await asyncio.sleep(0.01)
+            assert len(app.requests) == 2
+            assert {answer.status_code for answer in await answers} == {200}
 
 
-def test_chunks_go_out_as_they_come(tmp_path):
-    async def main(url):
-        async with recording(tmp_path / "ds", url) as client:
-            body = CHAT | {"stream": True}
-            async with client.stream("POST", "/s/a/0/v1/chat/completions", json=body) as answer:
-                times_s = [time.monotonic() async for _ in answer.aiter_raw()]
-            assert times_s[-1] - times_s[0] > 0.1
-
-    with running(FakeEngine(gap_s=0.05)) as url:
-        asyncio.run(main(url))
+async def test_chunks_go_out_as_they_come(tmp_path):
+    async with recording(tmp_path / "ds", FakeEngine(gap_s=0.05)) as client:
+        body = CHAT | {"stream": True}
+        async with client.stream("POST", "/s/a/0/v1/chat/completions", json=body) as answer:
+            times_s = [time.monotonic() async for _ in answer.aiter_raw()]
+        assert times_s[-1] - times_s[0] > 0.1
 
 
 def test_a_recorder_reads_its_own_calls_where_an_earlier_one_of_the_process_had_its(
@@ -401,12 +373,11 @@ def test_a_recorder_reads_its_own_calls_where_an_earlier_one_of_the_process_had_
         tmp_path.mkdir()
 
 
-def test_the_description_lists_every_route_and_its_references_lead_somewhere(engine, tmp_path):
-    async def main():
-        async with recording(tmp_path / "ds", engine.url) as client:
-            return (await client.get("/openapi.json")).json()
-
-    described = asyncio.run(main())
+async def test_the_description_lists_every_route_and_its_references_lead_somewhere(
+    engine, tmp_path
+):
+    async with recording(tmp_path / "ds", engine.url) as client:
+        described = (await client.get("/openapi.json")).json()
     session = "/s/{instance}/{repetition}"
     assert {f"{method} {path}" for path, of in described["paths"].items() for method in of} == {
         *(f"post {prefix}{api.path}" for prefix in ("", session) for api in MODEL_APIS),
@@ -417,18 +388,15 @@ def test_the_description_lists_every_route_and_its_references_lead_somewhere(eng
     assert names == set(described["components"]["schemas"])
 
 
-def test_a_line_in_the_table_of_apis_adds_a_route(engine, tmp_path, monkeypatch):
+async def test_a_line_in_the_table_of_apis_adds_a_route(engine, tmp_path, monkeypatch):
     path = "/v1beta/models/{model}:completions"
     added = (*MODEL_APIS, ModelApi(path, "text", "Generate.", TextRequest))
     monkeypatch.setattr("pipelines.record.app.MODEL_APIS", added)
 
-    async def main():
-        async with recording(tmp_path / "ds", engine.url) as client:
-            answer = await client.post("/s/a/0/checker/v1beta/models/x:completions", json=TEXT)
-            assert answer.status_code == 200
-            assert path in (await client.get("/openapi.json")).json()["paths"]
-            await client.post("/s/a/0/end", json={"reward": 1.0})
-
-    asyncio.run(main())
+    async with recording(tmp_path / "ds", engine.url) as client:
+        answer = await client.post("/s/a/0/checker/v1beta/models/x:completions", json=TEXT)
+        assert answer.status_code == 200
+        assert path in (await client.get("/openapi.json")).json()["paths"]
+        await client.post("/s/a/0/end", json={"reward": 1.0})
     (row,) = rows(tmp_path / "ds", "agent", "response_ids")
     assert row["agent"] == "checker"
