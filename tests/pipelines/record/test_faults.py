@@ -50,46 +50,30 @@ async def test_the_journal_is_a_calls_log_and_a_rewards_file_that_convert_reads(
 
 
 @pytest.mark.slow
-def test_a_line_that_was_cut_off_is_removed_and_all_before_it_recovered(tmp_path):
-    async def main(url, tail):
-        async with recording(tmp_path / "ds", url) as client:
+async def test_a_line_that_was_cut_off_is_removed_and_all_before_it_recovered(tmp_path):
+    for tail in (b'{"session":"a/0","ti', b"{" * 3_000_000, b""):
+        async with recording(tmp_path / "ds", FakeEngine()) as client:
             await client.post("/s/a/0/v1/completions", json=TEXT)
         calls = next((tmp_path / "ds").glob(".recording/*/calls.jsonl"))
         with calls.open("ab") as file:
             file.write(tail)
-
-    with running(FakeEngine()) as url:
-        for tail in (b'{"session":"a/0","ti', b"{" * 3_000_000, b""):
-            asyncio.run(main(url, tail))
-
-        async def last():
-            async with recording(tmp_path / "ds", url) as client:
-                assert (await client.get("/s/a/0")).json()["calls"] == 3
-                await client.post("/s/a/0/end", json={"reward": 1})
-
-        asyncio.run(last())
+    async with recording(tmp_path / "ds", FakeEngine()) as client:
+        assert (await client.get("/s/a/0")).json()["calls"] == 3
+        await client.post("/s/a/0/end", json={"reward": 1})
     assert len(rows(tmp_path / "ds", "response_ids")) == 3
 
 
-def test_a_shard_that_was_written_before_a_crash_is_not_written_again(tmp_path):
-    async def main(url):
-        async with recording(tmp_path / "ds", url, flush_s=60) as client:
-            await client.post("/s/a/0/v1/completions", json=TEXT)
-            await client.post("/s/a/0/end", json={"reward": 1})
-            folder = tmp_path / "ds" / ".recording" / "00000"
-            return {path: path.read_bytes() for path in folder.iterdir()}
-
-    with running(FakeEngine()) as url:
-        journal = asyncio.run(main(url))
-        for path, content in journal.items():  # as if its end had not been noted
-            path.parent.mkdir(exist_ok=True)
-            path.write_bytes(content)
-
-        async def again():
-            async with recording(tmp_path / "ds", url) as client:
-                assert (await client.get("/s/a/0")).json()["state"] == "written"
-
-        asyncio.run(again())
+async def test_a_shard_that_was_written_before_a_crash_is_not_written_again(tmp_path):
+    async with recording(tmp_path / "ds", FakeEngine(), flush_s=60) as client:
+        await client.post("/s/a/0/v1/completions", json=TEXT)
+        await client.post("/s/a/0/end", json={"reward": 1})
+        folder = tmp_path / "ds" / ".recording" / "00000"
+        journal = {path: path.read_bytes() for path in folder.iterdir()}
+    for path, content in journal.items():  # as if its end had not been noted
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+    async with recording(tmp_path / "ds", FakeEngine()) as client:
+        assert (await client.get("/s/a/0")).json()["state"] == "written"
     assert outcomes(tmp_path / "ds") == {"a_0": (1.0, None)}
 
 
@@ -144,36 +128,28 @@ async def test_an_engine_that_dies_in_a_stream_leaves_what_came_and_no_end(tmp_p
 
 @pytest.mark.slow
 @TRIES
-def test_a_client_that_leaves_a_stream_ends_the_engines_and_what_was_sampled_stays(
+async def test_a_client_that_leaves_a_stream_ends_the_engines_and_what_was_sampled_stays(
     tmp_path, num_tries
 ):
-    async def main():
-        app = FakeEngine(gap_s=0.02, num_tokens=100)
-        with running(app) as url:
-            async with recording(tmp_path / "ds", url) as client:
-
-                async def leave(i):
-                    path = f"/s/a/{i}/v1/chat/completions"
-                    async with client.stream("POST", path, json=STREAM) as answer:
-                        parts, seen = answer.aiter_raw(), b""
-                        while seen.count(b"data:") < 4 + i:
-                            seen += await anext(parts)
-                    return seen.count(b"data:")
-
-                seen = [await leave(i) for i in range(num_tries)]
-                await asyncio.sleep(0.3)
-                assert app.num_left == num_tries
-                for i in range(num_tries):
-                    state = (await client.get(f"/s/a/{i}")).json()
-                    assert (state["under_way"], state["calls"]) == (0, 1)
-                    await client.post(f"/s/a/{i}/end", json={"reward": 0})
-                return seen
-
-    seen = asyncio.run(main())
+    app, num_seen = FakeEngine(gap_s=0.02, num_tokens=100), []
+    async with recording(tmp_path / "ds", app) as client:
+        for i in range(num_tries):
+            path, seen = f"/s/a/{i}/v1/chat/completions", b""
+            async with client.stream("POST", path, json=STREAM) as answer:
+                parts = answer.aiter_raw()
+                while seen.count(b"data:") < 4 + i:
+                    seen += await anext(parts)
+            num_seen.append(seen.count(b"data:"))
+        await asyncio.sleep(0.3)
+        assert app.num_left == num_tries
+        for i in range(num_tries):
+            state = (await client.get(f"/s/a/{i}")).json()
+            assert (state["under_way"], state["calls"]) == (0, 1)
+            await client.post(f"/s/a/{i}/end", json={"reward": 0})
     made = rows(tmp_path / "ds", "response_ids", "stop_reason")
     assert [row["stop_reason"] for row in made] == ["abort"] * num_tries
-    for row, num_seen in zip(made, seen, strict=True):
-        assert num_seen <= len(row["response_ids"]) < 100
+    for row, num in zip(made, num_seen, strict=True):
+        assert num <= len(row["response_ids"]) < 100
 
 
 async def test_of_several_choices_that_were_cut_off_only_those_with_tokens_are_steps(tmp_path):
@@ -337,30 +313,25 @@ def no_room(_):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_health_is_bad_until_there_is_room_for_a_call_as_long_as_the_one_that_was_refused(tmp_path):
+async def test_health_is_bad_until_there_is_room_for_a_call_as_long_as_the_refused_one(tmp_path):
+    path, long = "/s/a/0/v1/completions", TEXT | {"user": "u" * 30_000}
+    async with recording(tmp_path / "ds", FakeEngine()) as client:
+        write = client.recorder.journal._write_all
 
-    async def main(url):
-        async with recording(tmp_path / "ds", url) as client:
-            path, write = "/s/a/0/v1/completions", client.recorder.journal._write_all
+        def with_little_room(entries):
+            if max(len(entry.content) for entry in entries) > 20_000:
+                no_room(entries)
+            return write(entries)
 
-            def with_little_room(entries):
-                if max(len(entry.content) for entry in entries) > 20_000:
-                    no_room(entries)
-                return write(entries)
-
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(client.recorder.journal, "_write_all", with_little_room)
-                assert (await client.post(path, json=TEXT)).status_code == 200
-                long = TEXT | {"user": "u" * 30_000}
-                assert (await client.post(path, json=long)).status_code == 507
-                for _ in range(2):
-                    assert (await client.get("/health")).status_code == 507
-                    assert (await client.post(path, json=TEXT)).status_code == 507
-            assert (await client.get("/health")).status_code == 200
-            assert (await client.post(path, json=long)).status_code == 200
-
-    with running(FakeEngine()) as engine:
-        asyncio.run(main(engine))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(client.recorder.journal, "_write_all", with_little_room)
+            assert (await client.post(path, json=TEXT)).status_code == 200
+            assert (await client.post(path, json=long)).status_code == 507
+            for _ in range(2):
+                assert (await client.get("/health")).status_code == 507
+                assert (await client.post(path, json=TEXT)).status_code == 507
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.post(path, json=long)).status_code == 200
 
 
 @pytest.mark.parametrize("on_full", ["refuse", "serve"])
@@ -431,7 +402,9 @@ def test_a_recorder_that_is_told_to_stop_finishes_calls_and_writes_shards(tmp_pa
 
 
 @pytest.mark.parametrize("linked", [".", "00000", "00000/calls.jsonl", "00000/written.jsonl"])
-def test_links_in_place_of_a_journal_are_refused_and_nothing_of_others_is_deleted(tmp_path, linked):
+async def test_links_in_place_of_a_journal_are_refused_and_nothing_of_others_is_deleted(
+    tmp_path, linked
+):
     others, journal = tmp_path / "others", tmp_path / "ds" / ".recording"
     for name in ("00007.done", "00003"):
         (others / name).mkdir(parents=True)
@@ -443,12 +416,9 @@ def test_links_in_place_of_a_journal_are_refused_and_nothing_of_others_is_delete
     path.symlink_to(others)
     before = {p: p.is_file() and p.read_text() for p in (tmp_path / "others").rglob("*")}
 
-    async def main():
+    with pytest.raises(RolloutError, match="symbolic link"):
         async with recording(tmp_path / "ds", "http://127.0.0.1:9"):
             pass
-
-    with pytest.raises(RolloutError, match="symbolic link"):
-        asyncio.run(main())
     assert {p: p.is_file() and p.read_text() for p in (tmp_path / "others").rglob("*")} == before
 
 

@@ -33,7 +33,8 @@ def test_thoughts_are_returned_only_to_those_who_ask():
     def parts(**fields):
         return API.direct(ANSWERS["thinking"], **fields)["candidates"][0]["content"]["parts"]
 
-    assert parts(generationConfig={}) == [{"text": "It is sunny."}]
+    for fields in ({}, {"thinkingConfig": {}}):
+        assert parts(generationConfig=fields) == [{"text": "It is sunny."}]
     assert parts() == [{"text": "Warm? Yes.", "thought": True}, {"text": "It is sunny."}]
 
 
