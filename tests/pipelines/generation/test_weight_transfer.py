@@ -264,9 +264,9 @@ async def test_a_sender_that_cannot_be_opened_here_ends_the_run_and_leaves_no_se
 
 async def test_an_error_is_raised_if_no_server_gets_the_weights_either_way(weights):
     server = Vllm()
+    server.broken = {"/update_weights", "/collective_rpc"}
     with pytest.raises(RolloutError, match="collective_rpc") as error:
         async with transferring(server) as engine:
-            server.broken = {"/update_weights", "/collective_rpc"}
             await engine.load_weights(weights, policy_version=1)
     assert error.value.rule == "engine_down"
     assert not server.running.is_set()
