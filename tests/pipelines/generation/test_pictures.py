@@ -1,7 +1,5 @@
 """Environments that return pictures, with the embedded engine."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import dataclasses

@@ -91,10 +91,7 @@ async def test_only_loopback_serves_requests_without_the_token_of_their_trajecto
             for key in (endpoint.api_key, None, "wrong", "none", other.api_key):
                 headers = {} if key is None else {"authorization": f"Bearer {key}"}
                 for path in ("chat/completions", "models"):
-                    url, body = (
-                        f"{endpoint.base_url}/{path}",
-                        CHAT if path != "models" else None,
-                    )
+                    url, body = (f"{endpoint.base_url}/{path}", CHAT if path != "models" else None)
                     how = "GET" if body is None else "POST"
                     asked = await client.request(how, url, json=body, headers=headers)
                     found.append(asked.status_code)
@@ -197,11 +194,7 @@ async def test_what_a_request_leaves_out_is_as_the_configuration_has_it(tokenize
     settings = {"temperature": 0.5, "top_k": 9, "seed": 4, "max_response_tokens": 20}
 
     async with calling(engine, tokenizer, **settings) as (calls, opened, _, client):
-        for fields in (
-            {},
-            {"temperature": 0.9, "max_tokens": 99},
-            {"max_completion_tokens": 5},
-        ):
+        for fields in ({}, {"temperature": 0.9, "max_tokens": 99}, {"max_completion_tokens": 5}):
             answer = await client.post("v1/chat/completions", json=CHAT | fields)
             assert answer.json()["model"] == "m"
             assert answer.json()["choices"][0]["logprobs"] is None

@@ -315,10 +315,7 @@ def test_a_sub_agent_between_two_turns_breaks_the_consecutive_rule_and_not_the_l
     table = pa.table(INTERLEAVED)
     assert merge_table(table, "consecutive").num_rows == 4
     rows = merge_table(table, "lineage").to_pylist()
-    assert [r["prompt_token_ids"] + r["response_ids"] for r in rows] == [
-        [1, 2, 3, 4],
-        [7, 8, 9, 5],
-    ]
+    assert [r["prompt_token_ids"] + r["response_ids"] for r in rows] == [[1, 2, 3, 4], [7, 8, 9, 5]]
     assert [[s["step_index"] for s in r["segments"]] for r in rows] == [[0, 2], [1, 3]]
     assert unmerge_table(merge_table(table)).select(table.column_names).equals(table)
 

@@ -243,10 +243,7 @@ async def test_what_was_refused_left_no_trace_in_the_dataset(engine, tmp_path):
         foreign = {"origin": "http://evil.example"}
         for path, body in (("/s/a/0/end", {"reward": 9.0}), ("/s/b/0/v1/completions", TEXT)):
             answer = await client.post(path, json=body, headers=foreign)
-            assert (answer.status_code, answer.json()["error"]["type"]) == (
-                403,
-                "foreign_origin",
-            )
+            assert (answer.status_code, answer.json()["error"]["type"]) == (403, "foreign_origin")
             assert "evil.example" in answer.json()["error"]["message"]
         assert any("evil.example" in line for line in client.said)
         assert "refused_total 2.0" in (await client.get("/metrics")).text

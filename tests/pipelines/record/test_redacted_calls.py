@@ -25,13 +25,7 @@ from schemas.errors import ConfigError, InputError, MissingExtra
 from tests.helpers.examples import examples
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.recorder_helpers import outcomes, recording, rows
-from tests.helpers.redaction_helpers import (
-    ASKED,
-    LATE,
-    PATTERN,
-    SAID,
-    on_disk,
-)
+from tests.helpers.redaction_helpers import ASKED, LATE, PATTERN, SAID, on_disk
 from tests.pipelines.record.test_exact_dialects import num_breaks
 
 BYTES = TokenBytes("bytes", np.arange(256, dtype=np.uint8), np.arange(257))

@@ -147,10 +147,7 @@ async def test_sessions_are_opened_by_the_api_numbered_where_they_are_not(engine
         failed = await client.post("/s/a/1/end", json={"error": "no sandbox"})
         assert failed.status_code == 200
         unknown = await client.post("/s/typo/0/end", json={"reward": 1.0})
-        assert (unknown.status_code, unknown.json()["error"]["type"]) == (
-            404,
-            "unknown_session",
-        )
+        assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "unknown_session")
     ended = "no_calls: the session ended without a recorded call"
     assert outcomes(tmp_path / "ds") == {"a_0": (None, ended), "a_1": (None, "no sandbox")}
 

@@ -4,15 +4,14 @@ import sys
 import threading
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import DynamicCache, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
-from pipelines.generation import Sampled, Sampling
+from pipelines.generation import Sampling
 from pipelines.generation.config import GenerateConfig
 from rollout_io.retokenize.chat_template import KEEPS_ALL
 from rollout_io.retokenize.tokenizer import load_tokenizer
@@ -68,7 +67,7 @@ def sample_all(engine, prompts, samplings):
     return asyncio.run(run())
 
 
-def differences(engine, sampled: list[Sampled], temperatures):
+def differences(engine, sampled, temperatures):
     rows = [(s.prompt_token_ids, s.response_ids, [True]) for s in sampled]
     with torch.no_grad():
         expected = plain_logprobs(engine.model, rows, temperatures)
@@ -402,21 +401,21 @@ def test_text_without_a_whole_tool_call_stays_text(text):
     assert assistant_message(text) == {"role": "assistant", "content": text}
 
 
-def test_the_cache_is_passed_by_the_name_that_the_model_declares() -> None:
+def test_the_cache_is_passed_by_the_name_that_the_model_declares():
     installed = inspect.signature(LlamaForCausalLM.forward).parameters
     name = "cache" if "cache" in installed else "past_key_values"
 
     class Renamed(LlamaForCausalLM):
         """As in Transformers 5.24, which warns about `past_key_values`."""
 
-        def forward(self, *, cache: DynamicCache, **given: Any) -> Any:
+        def forward(self, *, cache, **given):
             assert "past_key_values" not in given
             return super().forward(**{name: cache}, **given)
 
     class Earlier(LlamaForCausalLM):
         """As in the versions before."""
 
-        def forward(self, *, past_key_values: DynamicCache, **given: Any) -> Any:
+        def forward(self, *, past_key_values, **given):
             assert "cache" not in given
             return super().forward(**{name: past_key_values}, **given)
 

@@ -138,9 +138,7 @@ def test_tables_and_dotted_overrides_make_one_configuration(tmp_path):
     assert served.generation.engine_args == {}
 
 
-def test_vllm_in_the_trainers_process_has_the_seed_of_the_run_and_samples_between_updates(
-    tmp_path,
-):
+def test_vllm_in_the_trainers_process_has_the_seed_of_the_run_and_samples_between_updates(tmp_path):
     vllm = ("generate.engine=vllm", "run.seed=7")
     config = load(tmp_path, TOML, *vllm, "generate.engine_args.max_model_len=99")
     assert config.generation.engine_args == {"max_model_len": 99, "seed": 7}
