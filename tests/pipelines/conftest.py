@@ -1,19 +1,9 @@
-"""Servers that stop at once, and tests that are coroutines."""
+"""Servers that stop at once."""
 
 import asyncio
-import inspect
 from types import SimpleNamespace
 
 import pytest
-
-
-def pytest_pyfunc_call(pyfuncitem):
-    """Run a test that is a coroutine in a loop of its own."""
-    if not inspect.iscoroutinefunction(pyfuncitem.obj):
-        return None
-    names = pyfuncitem._fixtureinfo.argnames
-    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
-    return True
 
 
 @pytest.fixture(scope="session", autouse=True)

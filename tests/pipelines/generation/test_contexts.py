@@ -1,6 +1,5 @@
 """Agents that manage their context: what they sampled is what is written and trained, no more."""
 
-import asyncio
 from pathlib import Path
 
 import polars as pl
@@ -112,18 +111,14 @@ def check_merged(table, engine, lineages):
 
 
 @each_agent
-def test_the_generator_interface_gives_each_call_of_an_agent_as_a_step(
+async def test_the_generator_interface_gives_each_call_of_an_agent_as_a_step(
     engine, tokenizer, agent, lineages
 ):
     ids = [TrajectoryID(f"u{i // 2}", i % 2) for i in range(4)]
     config = config_of(agent=f"{__name__}:{agent}", max_response_tokens=6)
-
-    async def made():
-        async with engine:
-            generator = GymGenerator(engine, tokenizer, config)
-            return await generator.generate({"prompts": [ASK] * 4, "trajectory_ids": ids})
-
-    output = asyncio.run(made())
+    async with engine:
+        generator = GymGenerator(engine, tokenizer, config)
+        output = await generator.generate({"prompts": [ASK] * 4, "trajectory_ids": ids})
     calls = sampled(engine)
     assert sorted(calls) == ["u0_0", "u0_1", "u1_0", "u1_1"]
     rows = [pair for name in sorted(calls) for pair in calls[name]]

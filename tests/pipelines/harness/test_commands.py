@@ -127,20 +127,16 @@ def test_what_is_no_harness_is_refused(harness):
 @pytest.mark.parametrize(
     ("words", "url"), [("{base_url}", "https://judge"), ("", "http://policy/v1")]
 )
-def test_a_command_that_is_told_its_base_url_keeps_the_address_of_its_judge(
+async def test_a_command_that_is_told_its_base_url_keeps_the_address_of_its_judge(
     words, url, monkeypatch
 ):
     monkeypatch.setenv("OPENAI_BASE_URL", "https://judge")
     monkeypatch.setenv("OPENAI_API_KEY", "judge's key")
     says = 'echo "{\\"reward\\": 1, \\"error\\": \\"$OPENAI_BASE_URL $OPENAI_API_KEY\\"}"'
-
-    async def main():
-        with Watch() as watch:
-            harness = find_harness(f"sh -c '{says}' {words}")
-            endpoint = Endpoint(base_url="http://policy/v1", model="m")
-            return await harness.run(endpoint, TASK, 60.0, watch)
-
-    assert asyncio.run(main()).error == f"{url} judge's key"
+    with Watch() as watch:
+        harness = find_harness(f"sh -c '{says}' {words}")
+        endpoint = Endpoint(base_url="http://policy/v1", model="m")
+        assert (await harness.run(endpoint, TASK, 60.0, watch)).error == f"{url} judge's key"
 
 
 def test_a_credential_that_a_command_prints_is_not_in_the_error():

@@ -142,12 +142,13 @@ async def test_a_link_from_another_site_may_be_followed_but_nothing_embedded(eng
         ("http://localhost/health", 200),
     ],
 )
-def test_a_target_with_a_host_of_its_own_counts_as_that_host(engine, tmp_path, target, expected):
-    async def main():
-        async with recording(tmp_path / "ds", engine.url) as client:
-            return await status_of(client, ("GET", target, None), [("Host", "localhost")])
-
-    assert asyncio.run(main())[0] == expected
+async def test_a_target_with_a_host_of_its_own_counts_as_that_host(
+    engine, tmp_path, target, expected
+):
+    async with recording(tmp_path / "ds", engine.url) as client:
+        assert (await status_of(client, ("GET", target, None), [("Host", "localhost")]))[
+            0
+        ] == expected
 
 
 async def test_hosts_that_are_named_are_served_and_pages_of_theirs_too(engine, tmp_path):

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from tests.helpers.losses_helpers import (
-    CLIP,
     REFERENCE,
     SETTINGS,
     policy_loss,
@@ -18,7 +17,7 @@ from tests.helpers.losses_helpers import (
 )
 from trainer.algorithms.function_inputs import Targets
 from trainer.algorithms.losses.covariance import clip_cov_selection, covariances, kl_cov_selection
-from trainer.algorithms.losses.policy import dppo, dual_clip, gspo, regular
+from trainer.algorithms.losses.policy import dppo
 from trainer.algorithms.losses.ratios import row_sums
 from trainer.config.functions import POLICY_LOSS, bind
 from trainer.config.loss_config import LossConfig
@@ -145,16 +144,6 @@ def test_dppo_masks_no_target_at_its_bound_or_without_an_advantage(change):
     assert not is_masked(0.0, size / 2)
 
 
-def test_regular_of_every_branch():
-    ratio = tensor(1.0, 1.5, 1.5, 0.5, 0.5, 1.25)
-    advantages = tensor(2.0, 2.0, -2.0, 2.0, -2.0, 1.0)
-    found = regular(ratio.log(), tensor(*[0.0] * 6), advantages, **CLIP)
-    # -min(r A, clip(r, 0.8, 1.3) A)
-    expected = tensor(-2.0, -2.6, 3.0, -1.0, 1.6, -1.25)
-    torch.testing.assert_close(found.losses, expected, rtol=1e-12, atol=0)
-    assert found.clipped.tolist() == [False, True, False, False, True, False]
-
-
 @pytest.mark.parametrize("name", ["regular", "dual_clip", "clip_cov"])
 @settings(deadline=None)
 @given(x=targets())
@@ -167,40 +156,6 @@ def test_clipped_targets_are_exactly_those_without_gradient(name, x):
         assert not gradient[clipped].any()
     else:
         assert ((gradient == 0) == clipped)[moving & ~kink].all()
-
-
-def test_dual_clip_bounds_the_loss_of_a_bad_action_that_got_likely():
-    found = dual_clip(
-        tensor(5.0, 0.0), tensor(0.0, 0.0), tensor(-2.0, -2.0), clip_ratio_c=3, **CLIP
-    )
-    assert found.losses.tolist() == [6.0, 2.0]
-    assert found.clipped.tolist() == [True, False]
-
-
-@pytest.mark.parametrize("name", ["regular", "dual_clip", "gspo", "cispo", "sapo", "kl_cov"])
-def test_first_update_has_the_policy_gradient(name):
-    logprobs = tensor(-0.5, -2.0, -1.0).requires_grad_()
-    same = logprobs.detach()
-    x = Targets(
-        logprobs=logprobs,
-        old_logprobs=same,
-        rollout_logprobs=same,
-        advantages=tensor(3.0, -1.0, 0.5),
-        row=torch.tensor([0, 0, 1]),
-        selected=torch.tensor([True, False, False]),
-    )
-    losses = policy_loss(x, bind(POLICY_LOSS, LossConfig(policy_loss_type=name))).losses
-    (gradient,) = torch.autograd.grad(losses.sum(), logprobs)
-    torch.testing.assert_close(gradient, tensor(-3.0, 1.0, -0.5), rtol=1e-12, atol=0)
-
-
-@settings(deadline=None)
-@given(x=targets())
-def test_gspo_with_one_target_per_row_is_regular(x):
-    alone = torch.arange(len(x.row))
-    found = gspo(x.logprobs, x.old_logprobs, x.advantages, alone, **CLIP)
-    expected = regular(x.logprobs, x.old_logprobs, x.advantages, **CLIP)
-    torch.testing.assert_close(found.losses, expected.losses, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("name", "settings"), LOSSES)

@@ -158,7 +158,7 @@ def mixed(returns, values):
     return returns + values
 
 
-def typed(logprobs, beta, power, name, *, on=True):
+def typed(logprobs, beta: float, power: int, name: str, *, on: bool = True):
     return logprobs * beta**power * len(name) * on
 
 

@@ -337,13 +337,6 @@ def test_correction_with_another_distributions_logprobs_is_refused(tmp_path, val
     assert not corrects_for_sampler(rows, config(tis_ratio_type=None), "raw")
 
 
-def test_an_unknown_logprobs_mode_counts_as_raw_and_the_hint_says_how_to_record_it(tmp_path):
-    rows = sampled(tmp_path, temperature=0.5)
-    with pytest.raises(RolloutError, match="logprobs_mode unknown") as error:
-        corrects_for_sampler(rows, config(), None)
-    assert "convert with --logprobs-mode, or pass metadata=" in (error.value.hint or "")
-
-
 def test_correction_of_retokenized_text_is_refused(tmp_path):
     rows = sampled(tmp_path, token_source="retokenized")
     with pytest.raises(RolloutError, match="re-tokenized"):

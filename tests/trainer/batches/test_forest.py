@@ -17,17 +17,6 @@ from trainer.batches.forest import (
 from trainer.batches.packing import pack
 
 
-def test_documented_chain():
-    batch = make_batch([([7, 8], [1, 2, 3], [True, True, False])])
-    (forest,) = forests_of(batch)
-    assert forest.token_ids.tolist() == [7, 8, 1]
-    assert forest.position_ids.tolist() == [0, 1, 2]
-    assert forest.subtree_end.tolist() == [3, 3, 3]
-    assert forest.target_parent.tolist() == [1, 2]
-    assert forest.target_token.tolist() == [1, 2]
-    assert forest.target_slot.tolist() == [0, 1]
-
-
 def test_two_chains_side_by_side_keep_their_slots_and_positions():
     rows = [([7], [1, 2], [True, True]), ([5, 6], [3, 4], [False, True])]
     batch = make_batch(rows)
@@ -93,20 +82,6 @@ def test_a_targets_ancestors_are_the_tokens_before_it_in_its_row(rows):
             seen = forest.token_ids[mask[parent]].tolist()
             assert seen == rows[row][0] + rows[row][1][:offset]
             assert forest.position_ids[mask[parent]].tolist() == list(range(len(seen)))
-
-
-@given(st.lists(st.integers(0, 20), max_size=30), st.integers(20, 60))
-def test_pack_conserves_rows_and_wastes_less_than_half(lengths, budget):
-    bins = pack(np.array(lengths, dtype=np.int64), budget)
-    packed = [row for rows in bins for row in rows.tolist()]
-    assert sorted(packed) == [row for row, length in enumerate(lengths) if length]
-    loads = [sum(lengths[row] for row in rows) for rows in bins]
-    assert all(load <= budget for load in loads)
-    assert sum(load * 2 <= budget for load in loads) <= 1
-
-
-def test_documented_packing():
-    assert [rows.tolist() for rows in pack(np.array([3, 5, 0, 2]), 5)] == [[0, 3], [1]]
 
 
 def test_row_above_the_limit_is_named_with_its_length_and_the_limit():

@@ -22,14 +22,6 @@ from trainer.batches.forest import attention_mask
 from trainer.batches.tree import cut, make_trie, tree_forests
 
 
-def test_documented_trie():
-    trie = trie_of([[7, 8, 1, 9], [7, 8]])
-    assert trie.rows.tolist() == [1, 0]
-    assert trie.lengths.tolist() == [2, 4]
-    assert trie.shared.tolist() == [0, 2]
-    assert trie.num_tokens == 4
-
-
 def test_a_shared_sampled_token_is_forwarded_once_and_a_target_of_each_row():
     rows = [
         ([5], [1, 2, 3], [True] * 3),

@@ -299,7 +299,7 @@ def test_new_weights_speak_and_are_named(engine, tmp_path):
     assert differences(engine, [sampled], [1.0]) < 2e-5
 
 
-def test_all_tokens_of_a_call_under_way_are_of_the_weights_it_began_with(
+async def test_all_tokens_of_a_call_under_way_are_of_the_weights_it_began_with(
     engine, tmp_path, monkeypatch
 ):
     tiny_llama(seed=1, vocab_size=49152).save_pretrained(tmp_path)
@@ -311,17 +311,13 @@ def test_all_tokens_of_a_call_under_way_are_of_the_weights_it_began_with(
         return continue_batch(*arguments, **settings)
 
     monkeypatch.setattr("trainer.engine.embedded.continue_batch", held)
-
-    async def play():
-        async with engine:
-            call = asyncio.create_task(engine.sample(PROMPTS[0], Sampling(max_tokens=9)))
-            await asyncio.to_thread(begun.wait, 30)
-            load = asyncio.create_task(engine.load_weights(str(tmp_path), policy_version=4))
-            await asyncio.sleep(0)
-            may_sample.set()
-            return await call, await load
-
-    sampled, _ = asyncio.run(play())
+    async with engine:
+        call = asyncio.create_task(engine.sample(PROMPTS[0], Sampling(max_tokens=9)))
+        await asyncio.to_thread(begun.wait, 30)
+        load = asyncio.create_task(engine.load_weights(str(tmp_path), policy_version=4))
+        await asyncio.sleep(0)
+        may_sample.set()
+        sampled, _ = await call, await load
     assert (sampled.policy_version, engine.policy_version) == (3, 4)
     assert differences(engine, [sampled], [1.0]) > 2e-4
     engine.model = old

@@ -40,7 +40,13 @@ def run(dataset, model, out, **settings):
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("settings", EVERYTHING, ids=named)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(settings, id=named(settings), marks=[pytest.mark.slow] * (number % 4 > 0))
+        for number, settings in enumerate(EVERYTHING)
+    ],
+)
 def test_every_loss_reduction_and_correction_runs_end_to_end(settings, dataset, model, tmp_path):
     lines = run(dataset, model, tmp_path / "run", **settings)
     assert len(lines) == 4

@@ -71,20 +71,6 @@ def test_gradient_is_that_of_the_naive_full_logits_loss(rows, seed, which):
     )
 
 
-@pytest.mark.parametrize("budget", [12, 20, 33, 4096])
-@pytest.mark.parametrize("chunk", [1, 7, 1024])
-def test_budget_and_chunk_size_change_nothing(budget, chunk):
-    rng = np.random.default_rng(1)
-    rows = [
-        (rng.integers(0, VOCAB, 6).tolist(), rng.integers(0, VOCAB, 5).tolist(), [True] * 5)
-        for _ in range(6)
-    ]
-    batch = make_batch(rows, **random_values(rows, 2))
-    reference = gradient_of_update(tiny_policy(), batch, corrects=True)
-    found = gradient_of_update(tiny_policy(chunk=chunk), batch, budget=budget, corrects=True)
-    assert relative_difference(found, reference) < 1e-4
-
-
 def test_packing_order_and_recomputed_layers_change_nothing():
     rng = np.random.default_rng(3)
     rows = [
