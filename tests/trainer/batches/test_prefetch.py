@@ -1,6 +1,5 @@
 """The next batch is read while this one trains, from wherever the dataset is."""
 
-import json
 import subprocess
 import sys
 import threading
@@ -12,7 +11,12 @@ import trainer
 from schemas.errors import RolloutError
 from tests.conftest import ROOT
 from tests.helpers.configs import train_config
-from tests.helpers.trainer_helpers import group_rows, save_tiny_model, write_dataset
+from tests.helpers.trainer_helpers import (
+    group_rows,
+    lines_of,
+    save_tiny_model,
+    write_dataset,
+)
 from trainer.batches.prefetch import one_ahead
 
 ENDS_WHILE_IT_READS = """
@@ -71,13 +75,6 @@ def test_a_process_that_stops_does_not_wait_for_a_read():
 def bucket():
     yield "memory://bucket"
     fsspec.filesystem("memory").rm("/bucket", recursive=True)
-
-
-def lines_of(out):
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {k: v for k, v in line.items() if k not in {"seconds", "tokens_per_s"}} for line in lines
-    ]
 
 
 @pytest.mark.slow

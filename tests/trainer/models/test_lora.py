@@ -1,6 +1,5 @@
 """LoRA: which weights train, their gradient, what a checkpoint holds, and `--resume`."""
 
-import json
 import math
 import shutil
 import sys
@@ -19,6 +18,7 @@ from tests.helpers.routing_helpers import tiny_moe
 from tests.helpers.trainer_helpers import (
     forests_of,
     group_rows,
+    lines_of,
     make_batch,
     plain_logprobs,
     relative_difference,
@@ -39,7 +39,6 @@ ROWS = [
     ([6], [6, 2, 6], [True] * 3),
 ]
 PLAIN_PEFT = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-TIMES = {"seconds", "tokens_per_s"}
 
 
 def config_of(**settings):
@@ -80,11 +79,6 @@ def whole(paths, tmp_path_factory):
     out = tmp_path_factory.mktemp("whole") / "run"
     run(paths, out)
     return out
-
-
-def lines_of(out):
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
 
 
 def files_of(out):

@@ -1,6 +1,5 @@
 """Optimizers, and the learning rate of each update."""
 
-import json
 import math
 import sys
 
@@ -12,10 +11,13 @@ from transformers import get_scheduler
 import trainer
 from schemas.errors import RolloutError
 from tests.helpers.configs import train_config
-from tests.helpers.trainer_helpers import group_rows, save_tiny_model, write_dataset
+from tests.helpers.trainer_helpers import (
+    group_rows,
+    lines_of,
+    save_tiny_model,
+    write_dataset,
+)
 from trainer.models.optimizer import make_optimizer, rate_factor
-
-TIMES = {"seconds", "tokens_per_s"}
 
 
 def config_of(**settings):
@@ -38,11 +40,6 @@ def run(paths, out, *, resume=False, **settings):
     defaults = {"groups_per_batch": 1, "groups_per_mini_batch": 1, "num_epochs": 2}
     given = defaults | {"learning_rate": 1e-3, "save_every_updates": 1} | settings
     return trainer.train(train_config(**paths, **given, out=str(out)), resume=resume)
-
-
-def lines_of(out):
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from tests.conftest import ROOT
 from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import (
     group_rows,
+    metrics_of,
     save_tiny_model,
     step,
     tiny_llama,
@@ -35,11 +36,6 @@ from trainer.run.check_dataset import scan_rows
 ESTIMATORS = ["grpo", "rloo", "maxrl", "gdpo", "reinforce++", "gae"]
 SEPARATE = {"estimator": "gdpo", "reward_weights": {"correct": 1.0, "format/length": 0.5}}
 PATHS = ["data.dataset=ds", "model.path=m", "run.out=o"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +74,6 @@ def run(dataset, model, out, **settings):
     defaults |= SEPARATE if settings.get("estimator") == "gdpo" else {}
     config = train_config(dataset=dataset, model=model, out=str(out), **(defaults | settings))
     return trainer.train(config)
-
-
-def metrics_of(out):
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.slow

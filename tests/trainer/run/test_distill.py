@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 import trainer
 from schemas.errors import RolloutError
 from tests.helpers.configs import train_config
-from tests.helpers.trainer_helpers import group_rows, save_tiny_model, tiny_llama, write_dataset
+from tests.helpers.trainer_helpers import (
+    group_rows,
+    metrics_of,
+    tiny_llama,
+    write_dataset,
+)
 from trainer.models.logprob_head import teacher_divergence
 
 NUM_IDS, TOPK = 11, 5
@@ -67,11 +72,6 @@ def taught_rows():
         row["teacher_token_ids"] = own.indices.tolist()
         row["teacher_logprobs"] = own.values.tolist()
     return rows
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def losses(out):
@@ -132,7 +132,7 @@ def test_sets_of_the_sampler_change_nothing(model, tmp_path, capsys):
         )
         capsys.readouterr()
         trainer.train(config)
-        line = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0])
+        line = metrics_of(tmp_path / name)[0]
         found.append({key: line[key] for key in ("loss", "policy_kl", "policy_entropy")})
     assert found[0] == found[1]
     assert found[0]["policy_kl"] == 0  # the policy is still the reference
@@ -179,7 +179,7 @@ def test_greedy_rows_are_trained_as_at_temperature_1(model, tmp_path, loss):
             policy_loss_type=loss,
         )
         assert trainer.train(config).num_greedy_rows == 0
-        line = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0])
+        line = metrics_of(tmp_path / name)[0]
         found.append((line["loss"], line["num_trained_tokens"]))
     assert found[0] == found[1]
     assert found[0][1] == sum(len(row["response_ids"]) for row in rows)

@@ -12,7 +12,13 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.conftest import ROOT
-from tests.helpers.trainer_helpers import group_rows, save_tiny_model, step, write_dataset
+from tests.helpers.trainer_helpers import (
+    group_rows,
+    lines_of,
+    save_tiny_model,
+    step,
+    write_dataset,
+)
 
 # test_processes.py resumes a killed run faster, test_checkpoints.py one that stopped.
 pytestmark = pytest.mark.slow
@@ -91,7 +97,6 @@ COMMON = {
     "partial_groups": "train",
     "tokens_per_micro_batch": 64,
 }
-TIMES = {"seconds", "tokens_per_s"}
 
 
 class Server:
@@ -145,11 +150,6 @@ def grpo(server, paths, tmp_path_factory):
 def lora(server, paths, tmp_path_factory):
     config = {**paths, **COMMON, **LORA, "out": str(tmp_path_factory.mktemp("lora") / "run")}
     return config, server.train(config)
-
-
-def lines_of(out):
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
 
 
 def check_checkpoints_are_whole(out):

@@ -1,7 +1,6 @@
 """KL divergence in the reward: by hand, over layouts, in whole runs."""
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
@@ -12,7 +11,13 @@ import pipelines
 import rollout_io
 import trainer
 from tests.helpers.configs import train_config
-from tests.helpers.trainer_helpers import group_rows, load_batch, save_tiny_model, write_dataset
+from tests.helpers.trainer_helpers import (
+    group_rows,
+    load_batch,
+    metrics_of,
+    save_tiny_model,
+    write_dataset,
+)
 from trainer.algorithms.advantages.outcome import grpo
 from trainer.algorithms.losses.kl import adapted_kl_coef
 from trainer.batches.plan import make_plan
@@ -93,7 +98,7 @@ def test_runs_end_to_end_and_adapts_its_coefficient(estimator, dataset, tmp_path
     }
     out = tmp_path / "run"
     trainer.train(train_config(dataset=dataset, model=model, out=str(out), **settings))
-    first, second = (json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines())
+    first, second = metrics_of(out)
     assert first["skipped"] == second["skipped"] == 0
     assert first["loss/kl_reward_coef"] == 0.1
     expected = adapted_kl_coef(

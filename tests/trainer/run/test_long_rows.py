@@ -28,11 +28,6 @@ from trainer.run.checkpoint import latest_checkpoint
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
     return write_dataset(tmp_path_factory.mktemp("data") / "ds", group_rows(2, (1.0, 0.0)))
 

@@ -15,6 +15,7 @@ from schemas.errors import RolloutError
 from tests.helpers.configs import PLACES, train_config
 from tests.helpers.trainer_helpers import (
     group_rows,
+    metrics_of,
     plain_logprobs,
     relative_difference,
     save_tiny_model,
@@ -26,11 +27,6 @@ from trainer.cli.train import train as train_verb
 from trainer.run.checkpoint import save_checkpoint
 
 REWARDS = (1.0, 0.0, 0.0, 1.0)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +44,6 @@ def run(dataset, model, out, **settings):
     return trainer.train(
         train_config(dataset=dataset, model=model, out=str(out), **(defaults | settings))
     )
-
-
-def metrics_of(out):
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def weights(path):

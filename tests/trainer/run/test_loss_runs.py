@@ -1,6 +1,5 @@
 """Whole runs with every loss, reduction and correction, and what is refused."""
 
-import json
 import math
 
 import polars as pl
@@ -11,14 +10,9 @@ import trainer
 from schemas.errors import RolloutError
 from tests.helpers.configs import train_config
 from tests.helpers.losses_helpers import EVERYTHING, ON_SAMPLER, named, some_trajectories
-from tests.helpers.trainer_helpers import save_tiny_model, write_dataset
+from tests.helpers.trainer_helpers import metrics_of, save_tiny_model, write_dataset
 from trainer.batches.plan import Plan
 from trainer.run.warnings import warnings_before
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +31,7 @@ def run(dataset, model, out, **settings):
     }
     config = train_config(dataset=dataset, model=model, out=str(out), **defaults | settings)
     trainer.train(config)
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return metrics_of(out)
 
 
 @pytest.mark.parametrize(

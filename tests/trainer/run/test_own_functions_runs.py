@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 from tests.helpers import own_functions
 from tests.helpers.configs import dotted, train_config
 from tests.helpers.losses_helpers import some_trajectories
-from tests.helpers.trainer_helpers import save_tiny_model, write_dataset
+from tests.helpers.trainer_helpers import metrics_of, save_tiny_model, write_dataset
 from trainer.rl import load_rl_config
 
 MINE = "tests.helpers.own_functions"
@@ -52,7 +52,7 @@ def weights(checkpoint):
 
 
 def lines_of(out, *, without=frozenset()):
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(out)
     return [{k: v for k, v in line.items() if k not in TIMES | without} for line in lines]
 
 

@@ -13,7 +13,7 @@ from rollout_io.dataset.blobs import Blobs
 from schemas.errors import RolloutError
 from tests.helpers.configs import train_config
 from tests.helpers.process_client import Server
-from tests.helpers.trainer_helpers import save_tiny_model, write_dataset
+from tests.helpers.trainer_helpers import metrics_of, save_tiny_model, write_dataset
 from tests.helpers.vision_models import (
     SHOWS,
     Album,
@@ -71,15 +71,11 @@ class Screens:
         return write_dataset(self.dataset, self.rows if rows is None else rows)
 
 
-def lines(out):
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
 def train(screens, out, **settings):
     paths = {"dataset": str(screens.dataset), "model": screens.model, "out": str(out)}
     sizes = {"groups_per_batch": 2, "groups_per_mini_batch": 1, "learning_rate": 1e-3}
     trainer.train(train_config(**paths | sizes | settings))
-    return lines(out)
+    return metrics_of(out)
 
 
 def test_the_verb_names_the_class_that_loads_a_model_that_sees_and_suggests_no_audit(
@@ -125,7 +121,7 @@ def test_two_processes_train_on_pictures_as_one_does(tmp_path):
     for key in ("batch.groups_per_batch=2", "optimizer.learning_rate=1e-3"):
         given += ["--set", key]
     assert start_processes(2, [*given, "--set", "batch.groups_per_mini_batch=2"], "resume") == 0
-    (first,), (second,) = one, lines(tmp_path / "two")
+    (first,), (second,) = one, metrics_of(tmp_path / "two")
     for name in ("loss", "grad_norm", "num_forwarded_tokens"):
         assert second[name] == pytest.approx(first[name], rel=1e-4, abs=1e-6)
 
@@ -167,7 +163,7 @@ def test_sharded_parameters_train_on_pictures_as_one_process_does(kind, tmp_path
     with server.process:
         server.train(config | {"max_updates": 2}, sharded="by Accelerate")
         server.train(config, sharded="by Accelerate", resume=True)
-    two = lines(tmp_path / "two")
+    two = metrics_of(tmp_path / "two")
     assert [line["num_micro_batches"] for line in two] == [4] * 4
     for name in ("loss", "grad_norm", "policy_entropy", "policy_kl"):
         values = [[line[name] for line in run] for run in (one, two)]
@@ -204,7 +200,7 @@ def test_a_run_with_adapters_resumes_on_pictures_bit_for_bit(tmp_path):
         **settings,
     )
     trainer.train(config, resume=True)
-    both = lines(tmp_path / "half")
+    both = metrics_of(tmp_path / "half")
     assert len(first) == 2
     assert [line["loss"] for line in both] == [line["loss"] for line in whole]
     saved = [

@@ -22,6 +22,7 @@ from tests.helpers.trainer_helpers import (
     gradient_of_update,
     group_rows,
     make_batch,
+    metrics_of,
     relative_difference,
     save_tiny_model,
     step,
@@ -119,7 +120,7 @@ def alone(paths, tmp_path_factory):
 
 
 def lines_of(out):
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(out)
     trees = {"num_forwarded_tokens"} if "repeated_share" in lines[0] else set()
     return [
         {k: -1.0 if v is None else v for k, v in line.items() if k not in DEPENDING | trees}

@@ -20,17 +20,17 @@ from rollout_io.retokenize.tokenizer import load_tokenizer, template_fingerprint
 from schemas.columns import arrow_schema
 from schemas.metadata import DatasetMetadata
 from tests.helpers.configs import train_config
-from tests.helpers.trainer_helpers import VOCAB, group_rows, save_tiny_model, write_dataset
+from tests.helpers.trainer_helpers import (
+    VOCAB,
+    group_rows,
+    metrics_of,
+    write_dataset,
+)
 from trainer.run.same_tokenizer import check_tokenizers
 
 
 def rows_of(num_groups=2, rewards=(1.0, 0.0), **values):
     return group_rows(num_groups, rewards, **values)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def train(dataset, model, out, settings="", *options):
@@ -487,7 +487,7 @@ def test_the_plan_is_what_the_run_then_does(model, tmp_path, capfd):
     plan = json.loads(capfd.readouterr().out)
     assert not (tmp_path / "run").exists()
     assert main(command) == 0
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(tmp_path / "run")
     merge, steps = plan["layouts"]["merge"], plan["layouts"]["step"]
     assert plan["num_mini_batches"] == len(lines) == 8
     assert plan["num_updates"] == 8

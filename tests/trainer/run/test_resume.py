@@ -22,6 +22,7 @@ from schemas.errors import InputError, RolloutError
 from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import (
     group_rows,
+    lines_of,
     run_of,
     save_tiny_model,
     tiny_policy,
@@ -41,8 +42,6 @@ from trainer.run.state import (
     save_state,
 )
 from trainer.run.stopping import Stop
-
-TIMES = {"seconds", "tokens_per_s"}
 
 
 def rows(last_reward=0.5):
@@ -80,11 +79,6 @@ def out(whole, tmp_path):
     text = (whole / "metrics.jsonl").read_text().splitlines(keepends=True)
     (copy / "metrics.jsonl").write_text("".join(text[:3]) + text[3][:20])
     return copy
-
-
-def lines_of(out):
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
 
 
 def files_of(out):

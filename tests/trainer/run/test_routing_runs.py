@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import json
 import tempfile
 from pathlib import Path
 
@@ -35,6 +34,7 @@ from tests.helpers.routing_helpers import (
 from tests.helpers.trainer_helpers import (
     group_rows,
     load_batch,
+    metrics_of,
     run_of,
     save_tiny_model,
     step,
@@ -217,7 +217,7 @@ def moe(tmp_path_factory):
 def run(dataset, model, out, **settings):
     how = {"learning_rate": 1e-3, "groups_per_batch": 1, "groups_per_mini_batch": 1} | settings
     trainer.train(train_config(dataset=dataset, model=model, out=str(out), **how))
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return metrics_of(out)
 
 
 def beyond(rows):

@@ -17,18 +17,18 @@ from rollout_io import RolloutWriter
 from schemas.metadata import DatasetMetadata
 from schemas.run_metrics import GENERATED, METRICS
 from tests.helpers.configs import train_config
-from tests.helpers.trainer_helpers import one_group, save_tiny_model, step, write_dataset
+from tests.helpers.trainer_helpers import (
+    metrics_of,
+    one_group,
+    step,
+    write_dataset,
+)
 from trainer.run.metrics import generated_per
 from trainer.run.run_log import RunLog, progress_line
 from trainer.run.warnings import warnings_about
 
 NOTE = "note: importance correction (tis_ratio_type) is off, because the dataset has no rollout_logprobs\n"
 HINT = "Hint: pass --set data.drop_zero_variance_groups=true"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def group(name, rewards, **values):
@@ -151,7 +151,7 @@ def test_updates_without_gradient_are_warned_about_once_with_the_way_out(model, 
     assert printed.count("warning: ") == 1
     assert "warning: update 1: every advantage" in printed
     assert printed.count(HINT) == 1
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(tmp_path / "run")
     assert [line["grad_norm"] == 0 for line in lines] == [True, True, False]
     assert [line["num_trained_groups"] for line in lines] == [0, 0, 1]
 

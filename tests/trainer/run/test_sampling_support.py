@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import json
 from typing import Any
 
 import numpy as np
@@ -23,10 +22,10 @@ from tests.helpers.trainer_helpers import (
     VOCAB,
     group_rows,
     make_batch,
+    metrics_of,
     plain_logprobs,
     relative_difference,
     run_of,
-    save_tiny_model,
     tiny_policy,
     write_dataset,
 )
@@ -227,13 +226,8 @@ class tokenizer_of:
             return " ".join(map(str, ids))
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
 def first_metrics(out):
-    line = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])
+    line = metrics_of(out)[0]
     return line
 
 

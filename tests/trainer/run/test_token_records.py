@@ -1,6 +1,5 @@
 """`record_tokens`: the files hold what entered the loss, at the rows of the dataset."""
 
-import json
 import re
 
 import numpy as np
@@ -25,6 +24,7 @@ from tests.helpers.configs import train_config
 from tests.helpers.own_functions import SEEN
 from tests.helpers.trainer_helpers import (
     VOCAB,
+    lines_of,
     plain_logprobs,
     save_tiny_model,
     step,
@@ -32,7 +32,6 @@ from tests.helpers.trainer_helpers import (
 )
 from trainer.run.token_records import SAMPLED_GROUPS
 
-TIMES = {"seconds", "tokens_per_s"}
 MINE = "tests.helpers.own_functions"
 KEYS = ("trajectory_id", "step_index")
 LISTS = [c.name for c in TOKEN_RECORD_COLUMNS if c.length.value == "response"]
@@ -130,11 +129,6 @@ def targets_of(records):
     lists = [name for name in LISTS if records[name].null_count() == 0]
     one_each = records.select(*KEYS, "dataset", "instance_id", position, *lists)
     return one_each.explode("position", *lists).filter("loss_mask")
-
-
-def lines_of(out):
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
 
 
 @pytest.mark.slow

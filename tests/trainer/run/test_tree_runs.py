@@ -15,6 +15,7 @@ from rollout_io.cli.main import run as main
 from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import (
     load_batch,
+    metrics_of,
     relative_difference,
     save_tiny_model,
     step,
@@ -65,7 +66,7 @@ def lines_of(paths, out, **settings):
         "tokens_per_micro_batch": 40,
     }  # fmt: skip
     trainer.train(train_config(**paths, **common | settings, out=str(out)))
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return metrics_of(out)
 
 
 @pytest.mark.slow
@@ -97,7 +98,7 @@ def test_the_plan_says_what_each_scope_forwards_and_repeats(paths, tmp_path, cap
     assert main([*command, "--dry-run", "--json"]) == 0
     plan = json.loads(capfd.readouterr().out)
     assert main(command) == 0
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(tmp_path / "run")
     found = plan["layouts"]["tree_per_group"]
     assert plan["trained_layout"] == "tree_per_group"
     assert found["num_tokens"] == sum(line["num_forwarded_tokens"] for line in lines)
