@@ -1,4 +1,5 @@
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -59,12 +60,6 @@ def test_options_win_over_the_file_and_set_over_both(tmp_path):
         file, ["run.out=by_set"], {"data.dataset": 'runs=1,"x"', "run.out": "by_option"}
     )
     assert (config.data.dataset, config.model.path, config.run.out) == ('runs=1,"x"', "m", "by_set")
-
-
-def test_unknown_key_fails_with_the_nearest_name():
-    with pytest.raises(RolloutError, match="learning_rat`") as error:
-        load_config(None, [*PATHS, "optimizer.learning_rat=1"])
-    assert error.value.hint == "did you mean `optimizer.learning_rate`?"
 
 
 @pytest.mark.parametrize(
@@ -153,40 +148,40 @@ def test_an_option_does_not_hide_a_key_of_the_file_outside_its_section(tmp_path)
         load_config(file, [], paths)
 
 
-@pytest.mark.parametrize(
-    ("override", "named"),
-    [
-        ("run.seed=many", "run.seed=many"),
-        ("run.seed=none", "seed"),
-        ("batch.groups_per_batch=1.5", "groups_per_batch"),
-        ("batch.sequence_layout=trees", "sequence_layout"),
-        ("loss.token_tis_ratio_clip_high=0", "token_tis_ratio_clip_high"),
-        ("optimizer.learning_rate=nan", "learning_rate"),
-        ("optimizer.betas=[0.9, 1.0]", "betas"),
-        ("loss.eps_clip_low=1.5", "eps_clip_low"),
-        ("batch.max_updates=0", "max_updates"),
-        ("run.seed", "key=value"),
-    ],
-)
-def test_bad_value_is_refused_and_named(override, named):
-    with pytest.raises(RolloutError) as error:
-        load_config(None, [*PATHS, override])
-    assert named in str(error.value)
+REFUSED = {
+    "data.outcome=mean": 'found "mean"; expected one of last, sum',
+    "batch.sequence_layout=trees": "sequence_layout",
+    "optimizer.learning_rate=fast": 'found "fast"; expected a number',
+    "run.seed=1.5": "found 1.5; expected a whole number",
+    "run.seed=none": "run.seed=none: found",
+    "run.seed=-1": "expected a whole number >= 0",
+    f"run.seed={2**32}": "seed: found 4294967296; expected a number below 2^32",
+    "batch.groups_per_batch=0": "expected a whole number >= 1",
+    "batch.max_updates=0": "max_updates: found 0",
+    "advantage.normalize_by_std=1": "found 1; expected true or false",
+    "advantage.estimator=ppo": "expected one of grpo, rloo, maxrl",
+    "advantage.gamma=1.5": "expected a number in [0, 1]",
+    "advantage.gae_lambda=nan": "gae_lambda: found nan; expected a number in",
+    "loss.tis_ratio_type=high": 'found "high"; expected one of auto, token, sequence or none',
+    "loss.clip_ratio_c=1": "expected a finite number > 1",
+    "loss.value_clip=0": "value_clip: found 0.0; expected a finite number > 0",
+    "loss.eps_clip_low=1.5": "eps_clip_low",
+    "optimizer.betas=[0.9]": "found [0.9]; expected a list [a number, a number]",
+    "optimizer.betas=[0.9, 1.0]": "betas",
+    "optimizer.learning_rate=nan": "learning_rate",
+    "optimizer.weight_decay=inf": "expected a finite number >= 0",
+    "optimizer.critic_learning_rate=0": "critic_learning_rate: found 0.0",
+    "optimizer.learning_rat=1": "unknown key `learning_rat`",
+    "model.critic_model=c": "model.critic_model and advantage.estimator: found c and grpo",
+    "batch.groups_per_mini_batch=3": "batch.groups_per_batch and batch.groups_per_mini_batch",
+    "run.seed": "an override must have the form key=value",
+    "model.path=": "Missing key: model.path",
+}
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("data.outcome=mean", 'found "mean"; expected one of last, sum'),
-        ("optimizer.learning_rate=fast", 'found "fast"; expected a number'),
-        ("run.seed=1.5", "found 1.5; expected a whole number"),
-        ("advantage.normalize_by_std=1", "found 1; expected true or false"),
-        ("loss.tis_ratio_type=high", 'found "high"; expected one of auto, token, sequence or none'),
-        ("optimizer.betas=[0.9]", r"found \[0.9\]; expected a list \[a number, a number\]"),
-    ],
-)
-def test_value_of_another_type_says_what_is_expected_in_words(override, message):
-    with pytest.raises(RolloutError, match=rf"--set .*: {message}.*\[config_value\]"):
+@pytest.mark.parametrize("override", REFUSED)
+def test_a_value_that_a_key_cannot_have_is_refused_with_what_is_expected(override):
+    with pytest.raises(RolloutError, match=re.escape(REFUSED[override])):
         load_config(None, [*PATHS, override])
 
 
@@ -225,37 +220,12 @@ def test_none_in_a_file_is_quoted(tmp_path):
     assert (config.loss.tis_ratio_type, config.data.dataset) == (None, "none")
 
 
-def test_a_seed_beyond_numpys_is_refused():
-    assert load_config(None, [*PATHS, f"run.seed={2**32 - 1}"]).run.seed == 2**32 - 1
-    with pytest.raises(
-        RolloutError, match=r"seed: found 4294967296; expected a number below 2\^32"
-    ):
-        load_config(None, [*PATHS, f"run.seed={2**32}"])
-
-
-def test_conflict_names_both_fields():
-    with pytest.raises(
-        RolloutError, match=r"batch.groups_per_batch and batch.groups_per_mini_batch: found 8 and 3"
-    ):
-        load_config(None, [*PATHS, "batch.groups_per_mini_batch=3"])
-
-
 @pytest.mark.parametrize("text", ["seed = ", "\xff"])
 def test_unreadable_file_is_a_clean_error(tmp_path, text):
     file = tmp_path / "c.toml"
     file.write_bytes(text.encode("latin-1"))
     with pytest.raises(RolloutError, match="config_file"):
         load_config(file, PATHS)
-
-
-def test_missing_file_is_a_clean_error(tmp_path):
-    with pytest.raises(RolloutError, match="input_file"):
-        load_config(tmp_path / "none.toml", PATHS)
-
-
-def test_missing_model_is_named():
-    with pytest.raises(RolloutError, match=r"Missing key: model\.path"):
-        load_config(None, ["data.dataset=ds", "run.out=o"])
 
 
 def test_saved_config_loads_again(tmp_path):
@@ -323,20 +293,3 @@ def test_public_names():
     verbs = {"TrainConfig", "dry_run", "load_config", "train"}
     verbs |= {f"{name.capitalize()}Config" for name in SECTIONS if name != "loop"}
     assert set(trainer.__all__) == verbs | own_functions | {"TokenLoss"}
-
-
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        ("batch.groups_per_batch=0", "a whole number >= 1"),
-        ("run.seed=-1", "a whole number >= 0"),
-        ("optimizer.weight_decay=inf", "a finite number >= 0"),
-        ("optimizer.learning_rate=0", "a finite number > 0"),
-        ("advantage.gamma=1.5", r"a number in \[0, 1\]"),
-        ("loss.clip_ratio_c=1", "a finite number > 1"),
-        ("loss.clip_cov_ratio=nan", r"a number in \[0, 1\]"),
-    ],
-)
-def test_numbers_are_held_to_the_bounds_of_their_annotation(override, expected):
-    with pytest.raises(RolloutError, match=f"expected {expected}"):
-        load_config(None, [*PATHS, override])

@@ -29,13 +29,12 @@ from tests.helpers.trainer_helpers import (
     write_dataset,
 )
 from trainer.batches.plan import dataset_returns, make_plan
-from trainer.config.train_config import load_config, resolved
+from trainer.config.train_config import resolved
 from trainer.models.critic import Critic, load_critic
 from trainer.run.check_dataset import scan_rows
 
 ESTIMATORS = ["grpo", "rloo", "maxrl", "gdpo", "reinforce++", "gae"]
 SEPARATE = {"estimator": "gdpo", "reward_weights": {"correct": 1.0, "format/length": 0.5}}
-PATHS = ["data.dataset=ds", "model.path=m", "run.out=o"]
 
 
 @pytest.fixture(scope="module")
@@ -78,18 +77,6 @@ def run(dataset, model, out, **settings):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_every_estimator_trains_with_finite_metrics(estimator, dataset, model, tmp_path):
-    settings = {"groups_per_batch": 1, "groups_per_mini_batch": 1}
-    result = run(dataset, model, tmp_path, estimator=estimator, **settings)
-    assert result.num_updates == result.num_trained_groups == 3
-    for line in metrics_of(tmp_path):
-        assert all(value is not None and math.isfinite(value) for value in line.values())
-        assert line["grad_norm"] > 0
-        assert ("critic/critic_loss" in line) == (estimator == "gae")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_layout_and_micro_batches_change_no_estimator(
     estimator, dataset, model, critic_model, tmp_path
 ):
@@ -110,20 +97,6 @@ def test_layout_and_micro_batches_change_no_estimator(
     }
     for name in same:
         assert found[0][name] == pytest.approx(found[1][name], rel=1e-3, abs=1e-5), name
-
-
-@pytest.mark.slow
-def test_merged_dataset_trains_gae_as_its_steps_do(dataset, model, critic_model, tmp_path):
-    merged = pipelines.merge(rollout_io.scan(dataset)).collect().to_arrow()
-    with rollout_io.RolloutWriter(tmp_path / "merged") as writer:
-        writer.write(merged)
-    settings = {"estimator": "gae", "critic_model": critic_model}
-    found = [
-        run(path, model, tmp_path / name, **settings).metrics
-        for name, path in (("a", dataset), ("b", str(tmp_path / "merged")))
-    ]
-    for name in ("loss", "grad_norm", "critic/critic_loss", "critic/values_mean"):
-        assert found[0][name] == pytest.approx(found[1][name], rel=1e-4), name
 
 
 def test_gdpo_takes_metrics_of_steps_and_of_merged_rows_alike(dataset, model, tmp_path):
@@ -242,21 +215,6 @@ def test_checkpoint_holds_the_critic_and_a_run_goes_on_from_it(dataset, model, t
     assert again.metrics["critic/values_mean"] != 0.0
 
 
-def test_estimators_without_values_checkpoint_no_critic(dataset, model, tmp_path):
-    result = run(dataset, model, tmp_path, max_updates=1)
-    assert not (Path(result.checkpoint) / "critic").exists()
-
-
-@pytest.mark.slow
-def test_same_seed_same_critic(dataset, model, tmp_path):
-    settings = {"estimator": "gae", "epochs_per_batch": 2}
-    lines = [
-        run(dataset, model, tmp_path / name, **settings).metrics["critic/critic_loss"]
-        for name in "ab"
-    ]
-    assert lines[0] == lines[1]
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -303,40 +261,6 @@ def test_metrics_with_names_of_skyrl_are_of_the_batch(model, tmp_path):
     for line in lines:
         assert {name: line[name] for name in expected} == pytest.approx(expected)
     assert sorted(line["return_mean"] for line in lines) == [-1.5, 0.5]
-
-
-@pytest.mark.slow
-def test_recomputed_activations_change_no_critic(dataset, model, critic_model, tmp_path):
-    settings = {"estimator": "gae", "critic_model": critic_model}
-    found = [
-        run(dataset, model, tmp_path / str(again), gradient_checkpointing=again, **settings)
-        for again in (False, True)
-    ]
-    for name in ("critic/critic_loss", "critic/grad_norm"):
-        assert found[0].metrics[name] == pytest.approx(found[1].metrics[name], rel=1e-4)
-
-
-def test_metrics_of_rewards_and_advantages_by_hand(model, tmp_path):
-    rewards = {"a": (1.0, -1.0), "b": (0.0, -2.0), "c": (4.0,)}
-    rows = [
-        step(group, i, 0, [1], [2, 3], reward=reward, is_last_step=True)
-        for group, values in rewards.items()
-        for i, reward in enumerate(values)
-    ]
-    rows.append(step("c", 1, 0, [], [], error="timeout", is_last_step=True))
-    dataset = write_dataset(tmp_path / "ds", rows)
-    settings = {"normalize_by_std": False, "failed": "group"}
-    found = run(dataset, model, tmp_path / "run", **settings).metrics
-    expected = {
-        "reward/avg_raw_reward": 2 / 5,
-        "reward/mean_positive_reward": 5 / 5,
-        "reward/avg_pass_at_n": 2 / 3,
-        "loss/avg_final_rewards": -2 / 4,
-        "loss/avg_raw_advantages": 0.0,
-        "loss/avg_raw_advantages_abs": 1.0,
-    }
-    assert {name: found[name] for name in expected} == pytest.approx(expected)
-    assert found["return_mean"] == found["reward/avg_raw_reward"]
 
 
 @pytest.mark.parametrize("estimator", ["gae", "reinforce++"])
@@ -455,52 +379,3 @@ def test_row_too_long_for_the_critic_is_refused(dataset, model, tmp_path):
     settings = {"estimator": "gae", "critic_model": str(small)}
     with pytest.raises(RolloutError, match=r".* max_position_embeddings.*\[row_too_long\]"):
         run(dataset, model, tmp_path / "run", **settings)
-
-
-@pytest.mark.parametrize("estimator", ["rloo", "maxrl"])
-def test_plan_takes_the_estimator_that_is_named(estimator):
-    returns = pl.DataFrame(
-        {
-            "instance_id": ["a", "a", "b"],
-            "trajectory_id": ["a_0", "a_1", "b_0"],
-            "return": [1.0, 0.0, 3.0],
-            "error": pl.Series([None] * 3, dtype=pl.String),
-        }
-    )
-    settings = {"estimator": estimator, "partial_groups": "train"}
-    config = train_config(dataset="d", model="m", out="o", **settings)
-    found = make_plan(returns, config).trajectories["advantage"].to_list()
-    expected = {"rloo": [1.0, -1.0, 0.0], "maxrl": [0.5 / 0.500001, -0.5 / 0.500001, 0.0]}
-    assert found == pytest.approx(expected[estimator], rel=1e-9)
-
-
-def test_supervised_loss_with_a_critic_is_refused():
-    settings = ["loss.policy_loss_type=cross_entropy", "advantage.estimator=gae"]
-    with pytest.raises(RolloutError, match=r"loss.policy_loss_type and advantage.estimator"):
-        load_config(None, [*PATHS, *settings])
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("advantage.estimator=ppo", "expected one of grpo, rloo, maxrl"),
-        ("advantage.gamma=1.5", "gamma: found 1.5; expected a number in"),
-        ("advantage.gae_lambda=nan", "gae_lambda: found nan; expected a number in"),
-        ("loss.value_clip=0", "value_clip: found 0.0; expected a finite number > 0"),
-        ("optimizer.critic_learning_rate=0", "critic_learning_rate: found 0.0"),
-        (
-            "model.critic_model=c",
-            "model.critic_model and advantage.estimator: found c and grpo; expected",
-        ),
-    ],
-)
-def test_bad_settings_are_refused_and_named(override, message):
-    with pytest.raises(RolloutError, match=message):
-        load_config(None, [*PATHS, override])
-
-
-def test_defaults_are_grpo_with_its_deviation():
-    config = load_config(None, PATHS)
-    assert (config.advantage.estimator, config.advantage.normalize_by_std) == ("grpo", True)
-    assert not config.advantage.batch_normalize
-    assert load_config(None, [*PATHS, "loss.value_clip=none"]).loss.value_clip is None

@@ -10,14 +10,12 @@ from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
 import trainer
-from rollout_io.cli.main import run as main
 from schemas.errors import RolloutError
 from tests.helpers.configs import PLACES, train_config
 from tests.helpers.trainer_helpers import (
     group_rows,
     metrics_of,
     plain_logprobs,
-    relative_difference,
     save_tiny_model,
     step,
     two_step_trajectory,
@@ -112,47 +110,6 @@ def test_last_update_is_saved_once(dataset, model, tmp_path):
     assert len(list((tmp_path / "checkpoints").glob("global_step_*"))) == 1
 
 
-@pytest.mark.slow
-def test_same_seed_same_weights(dataset, model, tmp_path):
-    first, second = (run(dataset, model, tmp_path / name, max_updates=1) for name in "ab")
-    assert torch.equal(weights(first.checkpoint), weights(second.checkpoint))
-    assert not torch.equal(weights(first.checkpoint), weights(model))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("outcome", ["last", "sum"])
-def test_layout_changes_nothing_also_when_inner_steps_earn(outcome, model, tmp_path):
-    rows = group_rows(2, REWARDS)
-    for number, row in enumerate(rows):
-        if not row["is_last_step"]:
-            row["reward"] = float(number % 3)
-    dataset = write_dataset(tmp_path / "ds", rows)
-    settings = {"outcome": outcome, "tokens_per_micro_batch": 32}
-    results = {
-        layout: run(dataset, model, tmp_path / layout, sequence_layout=layout, **settings)
-        for layout in ("step", "merge")
-    }
-    step_run, merge_run = results["step"].metrics, results["merge"].metrics
-    assert merge_run["num_forwarded_tokens"] < step_run["num_forwarded_tokens"]
-    for name in ("loss", "grad_norm", "policy_entropy", "return_mean", "num_trained_tokens"):
-        assert merge_run[name] == pytest.approx(step_run[name], rel=1e-4, abs=1e-6)
-    moved = [weights(results[layout].checkpoint) - weights(model) for layout in results]
-    assert relative_difference(*moved) < 1e-2  # Adam's first step is a sign: tiny gradients flip
-
-
-@pytest.mark.slow
-def test_number_of_updates_does_not_depend_on_turns(model, tmp_path):
-    long = [
-        step("g0", r, i, [1, r, i], [2, 3], reward=float(r), is_last_step=i == 9)
-        for r in range(2)
-        for i in range(10)
-    ]
-    dataset = write_dataset(tmp_path / "ds", [*long, *group_rows(2, REWARDS)[8:]])
-    settings = {"groups_per_batch": 1, "groups_per_mini_batch": 1, "epochs_per_batch": 2}
-    result = run(dataset, model, tmp_path / "run", **settings, num_epochs=2)
-    assert result.num_updates == 2 * 2 * 2
-
-
 def test_failed_group_makes_no_update_and_is_counted(model, tmp_path):
     failed = step("g9", 1, 0, [], [], error="timeout", is_last_step=True)
     rng = np.random.default_rng(5)
@@ -193,13 +150,6 @@ def test_bfloat16_forward_keeps_float32_weights(dataset, model, tmp_path):
     )
 
 
-@pytest.mark.slow
-def test_metrics_reach_trackers(dataset, model, tmp_path):
-    pytest.importorskip("tensorboard")
-    run(dataset, model, tmp_path, trackers=("tensorboard",), max_updates=1)
-    assert list(tmp_path.rglob("events.out.tfevents.*"))
-
-
 def test_tracker_that_is_not_installed_is_refused(dataset, model, tmp_path):
     with pytest.raises(RolloutError, match="trackers: found `papyrus`"):
         run(dataset, model, tmp_path, trackers=("papyrus",))
@@ -219,12 +169,6 @@ def test_a_run_is_not_written_into_a_dataset(dataset, model):
         RolloutError, match=r".* already contains a dataset \(1 shard\).*\[out_is_free\]"
     ):
         run(dataset, model, Path(dataset))
-
-
-def test_refusal_leaves_nothing_behind(dataset, model, tmp_path):
-    with pytest.raises(RolloutError, match="partial_groups"):
-        run(dataset, model, tmp_path / "run", group_size=5, partial_groups="refuse")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_checkpoint_carries_the_tokenizer_and_replaces_a_half_written_one(tmp_path):
@@ -258,16 +202,6 @@ def test_verb_help_ends_with_an_example_on_a_line_of_its_own():
     assert lines[-2] == "  Example:"
     assert lines[-1].startswith("    rollouts train shop/ --model ")
     assert not any("\\b" in line or "\b" in line for line in lines)
-
-
-def test_users_error_is_one_message_and_exit_code_one(dataset, tmp_path, capfd):
-    code = main(["train", dataset, "--model", str(tmp_path), "--out", str(tmp_path / "run")])
-    printed = capfd.readouterr()
-    assert code == 1
-    assert printed.out == ""
-    assert printed.err.startswith(f"Error: {tmp_path}: config.json is missing")
-    assert "Traceback" not in printed.err
-    assert not (tmp_path / "run").exists()
 
 
 def test_verb_reports_to_people(dataset, model, tmp_path):

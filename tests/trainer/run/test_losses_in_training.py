@@ -250,19 +250,6 @@ def test_merging_changes_the_gradient_of_what_is_by_row_and_is_warned_about(sett
     assert not warnings_about_rows(5, 5, config)
 
 
-def test_gspo_differs_by_layout_once_the_policy_has_moved(tmp_path):
-    found = {}
-    for layout in ("step", "merge"):
-        batch = batch_of(some_trajectories(), tmp_path, layout)
-        learner = run_of(tiny_policy())
-        old = policy_logprobs(learner, batch, forests_of(batch))
-        old = old + torch.where(batch.advantages > 0, 0.3, 0.1) * torch.sin(
-            torch.arange(len(old)) if layout == "merge" else torch.arange(len(old)) * 2.0
-        )
-        found[layout] = update_with(learner, batch, forests_of(batch), old)["loss"]
-    assert found["step"] != pytest.approx(found["merge"], rel=1e-6)
-
-
 def test_reference_that_is_the_policy_has_no_divergence_and_no_gradient():
     case = Case(kl_loss_coef=0.5)
     forests = forests_of(case.batch)
