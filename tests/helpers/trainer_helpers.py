@@ -10,6 +10,7 @@ import pyarrow as pa
 import torch
 from accelerate import Accelerator
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import rollout_io
@@ -113,6 +114,19 @@ TIMES = {"seconds", "tokens_per_s"}
 def lines_of(out):
     """The lines of the metrics of a run, without times."""
     return [{k: v for k, v in line.items() if k not in TIMES} for line in metrics_of(out)]
+
+
+def check_same_checkpoints(out, expected):
+    """The files of two runs' checkpoints, and their tensors to 1e-4."""
+    folders = [Path(path) / "checkpoints" for path in (out, expected)]
+    names = [{str(p.relative_to(folder)) for p in folder.rglob("*")} for folder in folders]
+    assert names[0] == names[1]
+    for name in sorted(n for n in names[0] if n.endswith(".safetensors")):
+        ours, theirs = (load_file(folder / name) for folder in folders)
+        assert {k: v.shape for k, v in ours.items()} == {k: v.shape for k, v in theirs.items()}
+        for key, tensor in theirs.items():
+            if tensor.isfinite().all() and tensor.any():
+                assert relative_difference(ours[key].double(), tensor.double()) < 1e-4, key
 
 
 def forests_of(batch, budget=4096, *, targets=None):

@@ -82,10 +82,6 @@ def test_the_worked_example_becomes_one_row_with_an_untrained_observation():
     ]
 
 
-def test_the_worked_example_comes_back_from_unmerge():
-    assert unmerge(merge(STEPS)).drop("segments").collect().equals(STEPS.collect())
-
-
 @pytest.mark.parametrize(
     ("column", "values"),
     [
@@ -168,13 +164,6 @@ def test_merging_equals_the_greedy_rule_on_plain_lists(table, rule, encoded):
     rows = merge_table(encode_prefixes(table) if encoded else table, rule).to_pylist()
     got = [(r["prompt_token_ids"], r["response_ids"], r["loss_mask"]) for r in rows]
     assert got == [(w["prompt"], w["response"], w["mask"]) for w in wanted]
-
-
-@pytest.mark.slow
-@given(rollout_tables(max_steps=7), RULES)
-@relaxed
-def test_merging_from_the_prefix_columns_equals_merging_from_full_prompts(table, rule):
-    assert merge_table(encode_prefixes(table), rule).equals(merge_table(table, rule))
 
 
 def test_a_fork_within_a_response_gets_the_shared_prompt_and_response_tokens():
@@ -289,12 +278,6 @@ def test_an_outcome_goes_to_the_last_step_and_a_missing_one_stays_unknown():
     assert place_outcomes(STEPS, outcomes).collect()["reward"].to_list() == [0.0, 2.0]
     none = outcomes.filter(pl.lit(value=False))
     assert place_outcomes(STEPS, none).collect()["reward"].to_list() == [None, None]
-
-
-def test_returns_of_the_worked_example():
-    row = merge(STEPS)
-    assert trajectory_returns(row, "last").collect()["return"].to_list() == [1.0]
-    assert trajectory_returns(row, "sum").collect()["return"].to_list() == [1.5]
 
 
 INTERLEAVED = {

@@ -25,14 +25,6 @@ LENGTH = b"Content-Length: %d\r\n" % len(BODY)
 IN_CHUNKS = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n" % (len(BODY), BODY)
 
 
-@pytest.fixture(scope="module")
-def engine():
-    app = FakeEngine()
-    with running(app) as url:
-        app.url = url
-        yield app
-
-
 @pytest.mark.parametrize(
     "request_",
     [

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from pipelines.http_app import error_response
 from pipelines.origin_guard import Guard
 from schemas.errors import RolloutError
-from tests.helpers.fake_engine import FakeEngine, running
 from tests.helpers.recorder_helpers import CHAT, TEXT, asked_raw, recording, request_of, rows
 
 ROUTES = [
@@ -30,14 +29,6 @@ ROUTES = [
     ("OPTIONS", "/s/a/0/v1/chat/completions", None),
 ]
 SET_VERSION = ("POST", "/policy_version", {"policy_version": 3})
-
-
-@pytest.fixture(scope="module")
-def engine():
-    app = FakeEngine()
-    with running(app) as url:
-        app.url = url
-        yield app
 
 
 async def status_of(client, route, headers):

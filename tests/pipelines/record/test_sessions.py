@@ -11,16 +11,8 @@ from rollout_io.cli.main import run
 from rollout_io.dataset.reader import read_metadata
 from schemas.columns import metrics_dict
 from schemas.errors import RolloutError
-from tests.helpers.fake_engine import FakeEngine, running
+from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.recorder_helpers import CHAT, TEXT, outcomes, recording, rows
-
-
-@pytest.fixture(scope="module")
-def engine():
-    app = FakeEngine()
-    with running(app) as url:
-        app.url = url
-        yield app
 
 
 @pytest.mark.parametrize(

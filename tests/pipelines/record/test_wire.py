@@ -39,14 +39,6 @@ EXTRAS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def engine():
-    app = FakeEngine()
-    with running(app) as url:
-        app.url = url
-        yield app
-
-
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_sees_byte_for_byte_what_the_engine_would_have_told_it(

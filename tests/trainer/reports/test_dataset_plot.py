@@ -116,14 +116,6 @@ def test_bars_of_layouts_are_their_tokens(shop, shop_dataset):
     assert [text.get_text() for text in axis.texts][:2] == ["100%", "45%"]
 
 
-def test_merging_changes_neither_drift_nor_layouts(shop, shop_dataset, tmp_path):
-    out = str(tmp_path / "merged")
-    assert run(["merge", str(shop_dataset), "--out", out, "-q"]) == 0
-    merged = Picture.of(out, "merged", Workers())
-    assert (merged.num_following, merged.breaks) == (shop.num_following, shop.breaks)
-    assert merged.costs == shop.costs
-
-
 def test_datasets_are_drawn_over_each_other_as_shares(shop, shop_dataset, tmp_path):
     out = str(tmp_path / "solvable")
     assert run(["filter", str(shop_dataset), "--drop-zero-variance", "--out", out, "-q"]) == 0
@@ -175,15 +167,6 @@ def test_steps_without_a_prompt_are_counted_as_drift_counts_them(tmp_path):
     assert (report.num_following, report.num_breaks) == (1, 1)
     [*_, drift, _] = dataset_figure([picture]).axes
     assert "1 of 1 step following another, by cause" in [t.get_text() for t in drift.texts]
-
-
-def test_every_panel_of_several_datasets_says_what_it_shows(shop):
-    other = dataclasses.replace(shop, name="other")
-    one, both = (dataset_figure(found, 400).axes for found in ([shop], [shop, other]))
-    assert [axis.get_ylabel() for axis in both[:3]] == ["share of rows"] * 3
-    breaks = "Steps that do not continue the previous step"
-    assert {axes[4].get_title(loc="left") for axes in (one, both)} == {breaks}
-    assert both[4].get_ylabel() == "share of steps"
 
 
 def test_an_unknown_image_format_is_refused_before_datasets_are_checked(

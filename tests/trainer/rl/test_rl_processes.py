@@ -19,7 +19,6 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from tests.helpers.process_client import Server
 from tests.helpers.rl_helpers import (
     HERE,
     as_toml,
@@ -30,7 +29,7 @@ from tests.helpers.rl_helpers import (
     write_tasks,
 )
 from tests.helpers.routing_helpers import tiny_moe
-from tests.helpers.trainer_helpers import relative_difference
+from tests.helpers.trainer_helpers import check_same_checkpoints, relative_difference
 
 pytestmark = pytest.mark.slow
 
@@ -56,13 +55,6 @@ KILLED = {"num_iterations": 8, "save_every_iterations": 2}
 TIMES = {"wait_seconds", "sync_seconds"}
 CUT = {"num_micro_batches", "num_forwarded_tokens", "repeated_share"}
 """Metrics that depend on how micro-batches are cut, so that each process has one."""
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    server = Server(tmp_path_factory.mktemp("server"))
-    with server.process:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -111,15 +103,7 @@ def check_same_run(out, expected):
         assert list(line) == list(other)
         for key in line.keys() - TIMES - CUT:
             assert line[key] == pytest.approx(other[key], rel=1e-5, abs=1e-5), key
-    folders = [Path(path) / "checkpoints" for path in (out, expected)]
-    names = [{str(p.relative_to(folder)) for p in folder.rglob("*")} for folder in folders]
-    assert names[0] == names[1]
-    for name in sorted(n for n in names[0] if n.endswith(".safetensors")):
-        found, other = (load_file(folder / name) for folder in folders)
-        assert {k: v.shape for k, v in found.items()} == {k: v.shape for k, v in other.items()}
-        for key, tensor in other.items():
-            if tensor.isfinite().all() and tensor.any():
-                assert relative_difference(found[key].double(), tensor.double()) < 1e-4, key
+    check_same_checkpoints(out, expected)
 
 
 def check_same_rows(config, other):

@@ -23,7 +23,6 @@ from tests.helpers.vision_models import (
     save_model,
     store_pictures,
 )
-from trainer.distributed.start import start_processes
 from trainer.models.policy import load_policy
 
 
@@ -110,20 +109,6 @@ def test_ten_updates_of_grpo_on_screens_agree_in_every_layout(kind, tmp_path):
         torch.testing.assert_close(values, values[:1].expand(3), rtol=1e-4, atol=1e-6)
     tokens = [first["num_forwarded_tokens"] for first in firsts]
     assert tokens[0] > tokens[1] > tokens[2]
-
-
-@pytest.mark.slow
-def test_two_processes_train_on_pictures_as_one_does(tmp_path):
-    game = Screens("gemma3", tmp_path)
-    dataset = game.write()
-    one = train(game, tmp_path / "one", groups_per_mini_batch=2, record_tokens="none")
-    given = ["train", dataset, "--model", game.model, "--out", str(tmp_path / "two"), "-q"]
-    for key in ("batch.groups_per_batch=2", "optimizer.learning_rate=1e-3"):
-        given += ["--set", key]
-    assert start_processes(2, [*given, "--set", "batch.groups_per_mini_batch=2"], "resume") == 0
-    (first,), (second,) = one, metrics_of(tmp_path / "two")
-    for name in ("loss", "grad_norm", "num_forwarded_tokens"):
-        assert second[name] == pytest.approx(first[name], rel=1e-4, abs=1e-6)
 
 
 def texts(album, group):

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 import rollout_io
 from schemas.errors import RolloutError
 from tests.helpers.configs import train_config
-from tests.helpers.process_client import Server
 from tests.helpers.trainer_helpers import (
+    check_same_checkpoints,
     gradient_of_update,
     group_rows,
     make_batch,
@@ -78,13 +78,6 @@ DEPENDING = {"seconds", "tokens_per_s", "num_micro_batches", "repeated_share"}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    server = Server(tmp_path_factory.mktemp("server"))
-    with server.process:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def paths(tmp_path_factory):
     """Five scattered groups: three equal, one with a long row, one row alone; and a failed one."""
     folder, rng = tmp_path_factory.mktemp("start"), np.random.default_rng(1)
@@ -136,15 +129,7 @@ def check_same_run(out, expected):
         assert line == pytest.approx(other, rel=1e-4, abs=1e-6)
         assert list(line) == list(other)
     check_same_tokens(out, expected)
-    folders = [path / "checkpoints" for path in (out, expected)]
-    names = [{str(p.relative_to(folder)) for p in folder.rglob("*")} for folder in folders]
-    assert names[0] == names[1]
-    for name in sorted(n for n in names[0] if n.endswith(".safetensors")):
-        found, other = (load_file(folder / name) for folder in folders)
-        assert {k: v.shape for k, v in found.items()} == {k: v.shape for k, v in other.items()}
-        for key, tensor in other.items():
-            if tensor.isfinite().all() and tensor.any():
-                assert relative_difference(found[key].double(), tensor.double()) < 1e-4, key
+    check_same_checkpoints(out, expected)
 
 
 def check_same_tokens(out, expected):

@@ -110,21 +110,6 @@ def test_step_merge_and_tree_agree_also_where_shared_tokens_were_routed_differen
             assert layout == "step" or num_tokens < num_steps
 
 
-@pytest.mark.slow
-def test_rows_that_are_kept_as_they_were_merged_come_apart_where_routes_differ(moe, tmp_path):
-    merged = pipelines.merge(rollout_io.scan(write_routed(tmp_path / "ds", routed_rows((0, 3)))))
-    with rollout_io.RolloutWriter(tmp_path / "merged") as writer:
-        writer.write(merged.collect().to_arrow())
-    how = {"groups_per_batch": 2, "groups_per_mini_batch": 2}
-    steps, kept = (
-        run(str(tmp_path / name), moe, tmp_path / f"run {name}", **how, sequence_layout=layout)
-        for name, layout in (("ds", "step"), ("merged", "merge"))
-    )
-    assert kept[0]["generate/batch_num_seq"] == 6
-    for name in ("loss", "grad_norm", "policy_entropy"):
-        assert kept[0][name] == pytest.approx(steps[0][name], rel=1e-5, abs=1e-6)
-
-
 @given(families(), st.integers(0, 99), st.sampled_from([0.0, 0.1, 0.5]), st.integers(0, 9))
 @settings(max_examples=examples(15), deadline=None)
 def test_trees_of_any_rows_and_routes_agree_with_steps(family, seed, share, fewest):

@@ -23,7 +23,6 @@ from tests.helpers.trainer_helpers import (
     group_rows,
     make_batch,
     metrics_of,
-    plain_logprobs,
     relative_difference,
     run_of,
     tiny_policy,
@@ -38,10 +37,9 @@ from tests.helpers.tree_helpers import (
 )
 from trainer.engine.embedded import TransformersEngine
 from trainer.loss import policy_logprobs
-from trainer.models.logprob_head import set_logprobs, target_logprobs
+from trainer.models.logprob_head import set_logprobs
 
 NUM_IDS = 11
-Sets = list[list[int]]
 
 
 def literal(logits, token, temperature, sets, cap):
@@ -97,20 +95,6 @@ def test_values_and_gradients_are_those_of_the_formula_in_float64(drawn, seed, c
     assert not gradients[0][outside].any()
 
 
-def test_sets_of_the_entire_vocabulary_change_nothing():
-    logits = 3 * torch.randn(5, NUM_IDS, generator=torch.Generator().manual_seed(0))
-    token, temperature = torch.arange(5), torch.linspace(0.5, 2.0, 5)
-    sets = ids_of([list(range(NUM_IDS))] * 5)
-    leaves = [logits.clone().requires_grad_() for _ in range(2)]
-    found = set_logprobs(leaves[0] * 1, token, temperature, *sets, scale=0.5)
-    expected = target_logprobs(leaves[1] * 1, token, temperature, scale=0.5)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs)
-    for outputs in (found, expected):
-        outputs[0].sum().backward()
-    torch.testing.assert_close(leaves[0].grad, leaves[1].grad)
-
-
 def with_support(batch, seed):
     """Sets for about half of the batch's tokens; the same tokens after the same ones share them."""
     rows, ids = [], batch.responses.values
@@ -159,17 +143,6 @@ def reference(policy, batch, rows):
             parts.append(z[own.index(token)])
             slot += 1
     return torch.stack(parts).float()
-
-
-def test_a_batch_without_sets_is_forwarded_as_before():
-    rows = [([1, 2], [3, 4], [True, True])]
-    batch = make_batch(rows)
-    (forest,) = mini_batch_of(batch, sequence_layout="step").forests
-    assert batch.support is None
-    assert forest.sets is None
-    policy = tiny_policy()
-    found = policy_logprobs(run_of(policy), batch, [forest])
-    torch.testing.assert_close(found, plain_logprobs(policy.model, rows).detach())
 
 
 def sampled_rows(model, sampling, num_groups=2):
@@ -226,11 +199,6 @@ class tokenizer_of:
             return " ".join(map(str, ids))
 
 
-def first_metrics(out):
-    line = metrics_of(out)[0]
-    return line
-
-
 SAMPLINGS = {
     "step": Sampling(temperature=0.7, top_p=0.9, max_tokens=12),
     "merge": Sampling(top_k=3, max_tokens=12),
@@ -248,7 +216,7 @@ def test_the_ratio_is_1_at_the_weights_that_sampled_truncated_rows(
         dataset=dataset, model=model, out=str(tmp_path / "run"), sequence_layout=layout
     )
     trainer.train(config)
-    line = first_metrics(tmp_path / "run")
+    line = metrics_of(tmp_path / "run")[0]
     assert line["rollout_logprobs_abs_diff_max"] < 1e-4
     assert line["is_ratio_mean"] == pytest.approx(1, abs=1e-5)
     assert line["is_ratio_max"] < 1 + 1e-4
@@ -264,7 +232,7 @@ def test_the_ratio_is_1_at_the_weights_that_sampled_truncated_rows(
     with pytest.raises(RolloutError, match="sampling_support does not record them"):
         trainer.train(train_config(**config, sequence_layout=layout))
     trainer.train(train_config(**config, sequence_layout=layout, allow_mismatched_logprobs=True))
-    assert first_metrics(tmp_path / "b")["rollout_logprobs_diff_mean"] < -0.05
+    assert metrics_of(tmp_path / "b")[0]["rollout_logprobs_diff_mean"] < -0.05
 
 
 def drop_sets(row):
