@@ -93,6 +93,12 @@ def test_equal_and_unknown_returns_prefer_nothing(tmp_path):
         ids_after(tmp_path, *equal, *unknown)
 
 
+def test_an_attempt_that_took_both_branches_is_ignored_there(tmp_path):
+    both = ("a", 1.0, [([1], [2]), ([1], [3])])
+    others = [("a", 0.0, [([1], [2])]), *(("a", 0.25, [([1], [3])]) for _ in range(3))]
+    assert ids_after(tmp_path, both, *others) == [([1], [3], [2])]  # with it: 0.5 and 0.44
+
+
 def test_a_step_with_tokens_that_do_not_train_is_in_no_pair(tmp_path):
     given = [("a", 1.0, [([1], [2, 3], [True, False])]), ("a", 0.0, [([1], [4])])]
     given += [("b", 1.0, [([1], [5])]), ("b", 0.0, [([1], [6])])]
