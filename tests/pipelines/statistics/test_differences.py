@@ -14,8 +14,9 @@ from polars.testing import assert_frame_equal
 from benchmarks.diff_errors import SHAPES, measured
 from pipelines import merge
 from pipelines.cli.diff import suspected
+from pipelines.statistics import resampling
 from pipelines.statistics.attempts import attempts
-from pipelines.statistics.differences import DIRECTIONS, differences
+from pipelines.statistics.differences import DIRECTIONS, differences, suspicions
 from pipelines.statistics.parting import broken_prefixes, greedy_partings
 from pipelines.statistics.resampling import (
     discoveries,
@@ -268,6 +269,25 @@ def test_tasks_of_a_suspicion_are_those_whose_return_rose_and_whose_witness_wors
     assert one["tasks"] == [found.tasks["instance_id"][i] for i in worst]
 
 
+def test_a_suspicion_names_no_task_whose_witness_did_not_move():
+    numbers = pl.DataFrame(
+        {
+            "name": ["return", "tool errors"],
+            "direction": [1, -1],
+            "change": [0.5, 0.2],
+            "is_certain": [True, True],
+        }
+    )
+    moved = {"return": [0.5, 0.5, 0.5], "tool errors": [0.6, 0.0, -0.1]}
+    both = pl.DataFrame(
+        [(name, f"t{i}", change) for name, by in moved.items() for i, change in enumerate(by)],
+        ["name", "instance_id", "change"],
+        orient="row",
+    )
+    (one,) = suspicions(numbers, both)
+    assert one["tasks"] == ["t0"]
+
+
 def test_a_number_is_a_witness_only_if_its_direction_is_given():
     before, after = lines([[0.0] * 4] * 12), lines([[1.0] * 4] * 12)
 
@@ -301,6 +321,17 @@ def test_suspicions_and_certain_numbers_are_false_in_at_most_5_percent(shape):
         same = measured(shape, num_tasks, 120, seed=3)[:6]
         _, _, any_certain, suspected_any, any_task, _ = same
         assert max(any_certain, suspected_any, any_task) <= 0.05 + 0.05  # two standard errors
+
+
+@pytest.mark.parametrize("free", [1, 2, 3, 4, 10, 49, 1000])
+@pytest.mark.parametrize("level", [0.95, 0.997])
+def test_quantiles_are_those_of_students_t(free, level):
+    """By numerical integration of the density."""
+    q = resampling._student_quantile(level, free)
+    x = np.linspace(0.0, q, 200_001)
+    log = math.lgamma((free + 1) / 2) - math.lgamma(free / 2) - math.log(free * math.pi) / 2
+    density = np.exp(log - (free + 1) / 2 * np.log1p(x**2 / free))
+    assert 2 * np.trapezoid(density, x) == pytest.approx(level, abs=1e-8)
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=3, max_size=20), st.floats(1e-3, 1e300))
@@ -453,6 +484,24 @@ def test_a_bound_that_is_not_0_does_not_look_like_0():
     assert "changed by +0.9 % (+0.03 % .. +1.8 %)" in line
     (line,) = suspected([one | {"change": -0.009, "low": -0.018, "high": -0.00006}])
     assert "changed by -0.9 % (-1.8 % .. -0.006 %)" in line
+
+
+@pytest.mark.parametrize("num", [200, 300])
+def test_splits_in_blocks_are_those_of_one_block(monkeypatch, num):
+    rng = np.random.default_rng(3)
+    first, second = rng.normal(size=num), rng.normal(0.15, size=num)
+    monkeypatch.setattr(resampling, "MOST_SPLITS", 2000)
+    monkeypatch.setattr(resampling, "_MOST_KEPT", 10_000)
+    resampling._splits.cache_clear()
+    whole = permutation_test(first, second)
+    monkeypatch.setattr(resampling, "_MOST_KEPT", 0)
+    monkeypatch.setattr(resampling, "_BLOCK", 7 * num)
+    sizes = [len(block) for block in resampling._blocks(num, num)]
+    resampling._splits.cache_clear()
+    assert sum(sizes) == 2000
+    assert max(sizes) * 2 * num <= 7 * num
+    assert permutation_test(first, second) == whole
+    assert 0 < whole < 1
 
 
 def test_two_runs_of_training_name_the_verbs_that_compare_them(tmp_path, capsys):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import rollout_io
 from pipelines.merging.merge import merge_table
 from pipelines.statistics.flops import ModelShape, read_model_shape
-from pipelines.statistics.savings import LAYOUTS, Cost, dataset_savings
+from pipelines.statistics.savings import LAYOUTS, Cost, Group, OpenTries, _count, dataset_savings
 from rollout_io import RolloutWriter
 from rollout_io.cli.main import run
 from schemas import DatasetMetadata
@@ -143,6 +143,26 @@ def test_memory_for_few_tokens_takes_more_passes_and_counts_the_same(table, max_
     with tempfile.TemporaryDirectory() as folder:
         path = write(Path(folder) / "ds", table)
         assert dataset_savings(path, max_open_tokens=max_open_tokens) == dataset_savings(path)
+
+
+def test_groups_are_counted_with_their_tokens_and_trajectories(tmp_path):
+    rows = one_row("a", 0, [1, 2, 3]), one_row("a", 1, [1, 2, 4, 5]), one_row("b", 0, [1, 2, 3])
+    _, groups = _count(write(tmp_path / "ds", *rows))
+    assert groups == {"a": Group(7, 2), "b": Group(3, 1)}
+
+
+def test_the_tries_in_memory_hold_no_more_than_they_may():
+    groups = {"a": Group(6, 2), "b": Group(4, 1), "c": Group(5, 1), "big": Group(99, 1)}
+    tries = OpenTries(groups, max_tokens=10)
+    held = []
+    for instance in ["a", "b", "c", "big", "a", "big"]:
+        is_open = tries.next(instance) is not None
+        held.append((instance, is_open, tries.num_tokens))
+    assert held == [
+        *(("a", True, 6), ("b", True, 6), ("c", False, 6)),
+        *(("big", False, 6), ("a", True, 0), ("big", False, 0)),
+    ]
+    assert list(tries.later) == ["c", "big"]
 
 
 def test_a_group_scattered_over_shards_is_one_tree(tmp_path):

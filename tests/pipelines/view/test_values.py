@@ -13,7 +13,7 @@ from pipelines.filtering.filters import where
 from pipelines.filtering.verdicts import judge
 from pipelines.rewards import place_rewards, trajectory_returns
 from pipelines.view.attempts import tasks
-from pipelines.view.trajectory_index import TrajectoryIndex
+from pipelines.view.trajectory_index import TrajectoryIndex, by_numbers
 from rollout_io import RolloutWriter, scan
 from schemas.errors import RolloutError
 from tests.helpers.view_helpers import response_tokens
@@ -89,6 +89,17 @@ def test_a_filter_keeps_what_rollouts_filter_keeps(ask, viewed, condition):
         math.nan if mean is None else mean, nan_ok=True
     )
     assert found == {"total": len(kept), "all": 48, "failed": 0}
+
+
+@pytest.mark.parametrize("column", ["instance_id", "trajectory_id"])
+def test_windows_group_rows_by_numbers(column):
+    """Polars' own text of an expression still names what `by_numbers` looks for."""
+    condition = pl.sql_expr(f"max(reward) OVER (PARTITION BY {column}) > 0 AND {column} <> 'a'")
+    found, names = by_numbers(condition)
+    assert names == [column]
+    assert set(found.meta.root_names()) == {"reward", column, f"number of {column}"}
+    other = pl.sql_expr("max(reward) OVER (PARTITION BY agent) > 0")
+    assert by_numbers(other)[1] == []
 
 
 def test_windows_see_groups_whose_trajectories_are_apart(tmp_path):
