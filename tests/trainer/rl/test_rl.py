@@ -547,3 +547,16 @@ def test_an_adapter_waits_only_for_calls_older_than_the_current_one(model, tmp_p
     asyncio.run(play(engine))
     begins = ["a begins", "load 1", "b begins", "c begins"]
     assert engine.told == [*begins, "a ends", "load 2", "c ends", "b ends"]
+
+
+@pytest.mark.slow
+def test_a_run_whose_rows_cannot_fit_the_model_or_the_engine_samples_nothing(tmp_path, model):
+    config = config_of(tmp_path, model, generate={"max_input_tokens": 251})
+    with pytest.raises(RolloutError, match=r"max_position_embeddings.*\[row_too_long\]"):
+        rl.run(config)
+    small = TransformersEngine.load(model)
+    small.model.config.max_position_embeddings = 64
+    config = config_of(tmp_path, model, generate={"max_input_tokens": 60})
+    with pytest.raises(RolloutError, match=r"the engine's context.*\[row_too_long\]"):
+        rl.run(config, open_engine=lambda _: small)
+    assert not (tmp_path / "run" / "rollouts").exists()
