@@ -1,5 +1,7 @@
+import asyncio
 import copy
 import gc
+import inspect
 import json
 import shutil
 import signal
@@ -58,6 +60,15 @@ def pytest_configure(config):
     if not config.getoption("--hypothesis-profile"):
         is_of_a_change = "not nightly" in config.option.markexpr
         settings.load_profile("same_examples" if is_of_a_change else "new_examples")
+
+
+def pytest_pyfunc_call(pyfuncitem):
+    """Run a test that is a coroutine in a loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 def pytest_sessionfinish(session, exitstatus):

@@ -1,13 +1,8 @@
 """A tiny model of every causal LM that Transformers knows, made from its default configuration."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +17,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from schemas.errors import RolloutError
 from tests.helpers.trainer_helpers import (
     VOCAB,
-    Row,
     forests_of,
     gradients,
     make_batch,
@@ -36,7 +30,7 @@ from trainer.models.rotary import fix_frequencies
 
 WINDOW = 5
 
-SIZES: dict[int, str] = {
+SIZES = {
     VOCAB: "vocab_size vocab_size_per_layer_input entity_vocab_size",
     64: "n_positions max_position_embeddings n_ctx seq_length max_seq_len context_length",
     48: "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim n_inner ffn_hidden_size d_ff"
@@ -74,7 +68,7 @@ DERIVED = {
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2}
 HEAD = {"head_dim": 8}
-SPECIAL: dict[str, dict[str, Any]] = {
+SPECIAL = {
     "bamba": MAMBA,
     "codegen": {"rotary_dim": 8},
     "cohere_compass_text": {
@@ -117,16 +111,14 @@ LONGROPE = {
     "long_factor": [4.0, 8.0, 16.0, 32.0],
 }
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
-VARIANTS: dict[str, dict[str, Any]] = {
+VARIANTS = {
     "falcon, alibi": {"alibi": True},
     "gpt_bigcode, multi_query false": {"multi_query": False},
     "hunyuan_v1_dense, dynamic NTK by alpha": {"rope_parameters": DYNAMIC | {"alpha": 50.0}},
     "internlm3, dynamic NTK": {"rope_parameters": DYNAMIC},
     "llama, dynamic NTK": {"rope_parameters": DYNAMIC},
     "llama, LongRoPE": {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 32}},
-    "minicpm3, LongRoPE": {
-        "rope_parameters": LONGROPE | {"original_max_position_embeddings": 32},
-    },
+    "minicpm3, LongRoPE": {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 32}},
     "phi3, LongRoPE": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32},
     "phimoe, LongRoPE": {
         "rope_parameters": LONGROPE
@@ -138,7 +130,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """What a configuration of the same architecture can turn on or off."""
 
 
-def tiny_config(kind: str) -> PreTrainedConfig:
+def tiny_config(kind):
     """The default configuration of `kind` with every size made small, and its windows on."""
     make = CONFIG_MAPPING[kind.partition(",")[0]]
     given = SPECIAL.get(kind.partition(",")[0], {}) | VARIANTS.get(kind, {})
@@ -150,15 +142,15 @@ def tiny_config(kind: str) -> PreTrainedConfig:
     return config
 
 
-def configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+def configs(config):
     """It and those inside it."""
     inside = [v for v in vars(config).values() if isinstance(v, PreTrainedConfig)]
     return [config, *(found for each in inside for found in configs(each))]
 
 
-def shrunk(config: PreTrainedConfig) -> dict[str, Any]:
+def shrunk(config):
     """Arguments that make a small one of its kind."""
-    found: dict[str, Any] = {}
+    found = {}
     for name, value in vars(config).items():
         if name == "use_sliding_window":
             found[name] = True
@@ -176,7 +168,7 @@ def shrunk(config: PreTrainedConfig) -> dict[str, Any]:
     return found
 
 
-def tiny_model(kind: str) -> Any:
+def tiny_model(kind):
     """A model whose weights make attention matter: its scores vary from token to token."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(kind), attn_implementation="eager").eval()
@@ -212,14 +204,14 @@ class Verdict:
     policy: Policy | None = None
 
     @property
-    def text(self) -> str:
+    def text(self):
         """For the table of the docs: no figures, which depend on the machine."""
         layouts = ", ".join(self.layouts) or "refused"
         reason = re.sub(r"differ by \S+ nats", "differ", self.reason.partition(" Please ")[0])
         return f"{layouts} | {reason}".rstrip()
 
 
-def verdict(kind: str, folder: Path) -> Verdict | None:
+def verdict(kind, folder):
     """Load a tiny model as the trainer does and compare it; None: none can be made of defaults.
 
     Args:
@@ -253,21 +245,21 @@ def verdict(kind: str, folder: Path) -> Verdict | None:
     )
 
 
-def _load(folder: Path, *, trees: bool) -> Policy | RolloutError:
+def _load(folder, *, trees):
     try:
         return load_policy(str(folder), logprob_chunk_tokens=64, trees=trees)
     except RolloutError as error:
         return error
 
 
-def _plain(folder: Path) -> Any:
+def _plain(folder):
     """The model, to forward rows one by one; its rotary frequencies are fixed as a policy's are."""
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     fix_frequencies(model)
     return model
 
 
-def _differences(policy: Policy, plain: Any, layout: str) -> tuple[float, float]:
+def _differences(policy, plain, layout):
     """Nats, and the relative one of the gradient, from an eager forward of each row."""
     rows = merged_rows() if layout == "merge" else forking_rows()
     (forest,) = [only_forest(rows)] if layout == "tree" else forests_of(make_batch(rows))
@@ -283,7 +275,7 @@ def _differences(policy: Policy, plain: Any, layout: str) -> tuple[float, float]
     return float((found - expected).detach().abs().max()), gradient
 
 
-def merged_rows() -> list[Row]:
+def merged_rows():
     """Rows of several turns, whose observations do not train."""
     tokens = np.random.default_rng(1).integers(0, VOCAB, 60).tolist()
     masks = [n % 7 > 2 for n in range(40)]
@@ -291,11 +283,11 @@ def merged_rows() -> list[Row]:
 
 
 @contextmanager
-def windows_seen(change: int = 0) -> Iterator[list[int | None]]:
+def windows_seen(change=0):
     """The windows of layers' masks, made longer by `change` tokens."""
     masks, seen = AttentionMaskInterface()._global_mapping, list[int | None]()
 
-    def mask(**given: Any) -> Any:
+    def mask(**given):
         found = mask_of_layers(**given)
         if not isinstance(found, ForestMask):
             return found

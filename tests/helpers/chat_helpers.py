@@ -1,11 +1,8 @@
 """Conversations of every kind, and what a template of ours makes of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rollout_io.retokenize.messages import normalize
-from rollout_io.retokenize.tokenizer import ChatTokenizer
 
 Message = dict[str, Any]
 WEATHER = {
@@ -22,16 +19,16 @@ WEATHER = {
 }
 
 
-def user(content: Any) -> Message:
+def user(content):
     return {"role": "user", "content": content}
 
 
-def called(arguments: str, number: int) -> Message:
+def called(arguments, number):
     function = {"name": "get_weather", "arguments": arguments}
     return {"id": f"call_{number}", "type": "function", "function": function}
 
 
-def tool(content: Any, number: int) -> Message:
+def tool(content, number):
     return {"role": "tool", "tool_call_id": f"call_{number}", "content": content}
 
 
@@ -70,6 +67,6 @@ CONVERSATIONS = {
 }
 
 
-def prompt_ids(tokenizer: ChatTokenizer, messages: Any, tools: Any) -> list[int]:
+def prompt_ids(tokenizer, messages, tools):
     plain = [normalize(message, "test") for message in messages]
     return tokenizer.encode([tokenizer.render(plain, tools, generation_prompt=True)], ["test"])[0]

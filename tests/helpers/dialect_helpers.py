@@ -2,7 +2,7 @@
 
 import json
 
-from tests.helpers.fake_engine import FakeAnswer, FakeEngine, answer, tokens_of
+from tests.helpers.fake_engine import FakeAnswer, FakeEngine, answer, event, tokens_of
 
 
 class SpokenAnswer(FakeAnswer):
@@ -88,6 +88,9 @@ class SpokenEngine(FakeEngine):
         if "chat" not in path:
             return super().answer_to(body, path)
         return SpokenAnswer(body, self.said)
+
+    def _events(self, made):
+        return [event(chunk) for chunk in made.chunks()]
 
     async def other(self, body, path, send):
         if path != "/tokenize":

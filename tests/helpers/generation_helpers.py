@@ -1,7 +1,5 @@
 """Environments, agents and a tiny model that ends its messages, for the tests of generation."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading
@@ -25,7 +23,7 @@ HERE = "tests.helpers.generation_helpers"
 ASK = [{"role": "user", "content": "Say something."}]
 
 
-def chatty_model(eos_bias: float = 9.0) -> Any:
+def chatty_model(eos_bias=9.0):
     """Random weights over SmolLM2's tokens; every tenth token or so ends the message."""
     model = tiny_llama(vocab_size=49152, max_position_embeddings=2048)
     head = torch.nn.Linear(model.config.hidden_size, model.config.vocab_size)
@@ -41,7 +39,7 @@ def chatty_model(eos_bias: float = 9.0) -> Any:
 class SpyEngine(TransformersEngine):
     """Keeps what it was sent and what it answered; dies after `num_calls` of them."""
 
-    def __init__(self, *args: Any, num_calls: int | None = None, **settings: Any) -> None:
+    def __init__(self, *args, num_calls=None, **settings):
         super().__init__(*args, **settings)
         self.calls: list[Any] = []
         self.num_left = num_calls
@@ -59,7 +57,7 @@ class SpyEngine(TransformersEngine):
 class Echo:
     """`num_turns` turns; each says something back and earns a quarter more than the one before."""
 
-    def __init__(self, env_config: Any = None, extras: Any = None) -> None:
+    def __init__(self, env_config=None, extras=None):
         self.thread = threading.get_ident()
         self.extras, self.turn, self.env_config = extras or {}, 0, env_config
         self.num_turns = self.extras.get("num_turns", 3)
@@ -213,15 +211,15 @@ def not_async(_client, _task):
     return 1.0
 
 
-def config_of(**settings: Any) -> GenerateConfig:
-    defaults: dict[str, Any] = {"tasks": "t", "model": "m", "out": "o"}
+def config_of(**settings):
+    defaults = {"tasks": "t", "model": "m", "out": "o"}
     defaults |= {"max_response_tokens": 16, "seed": 0}
     if "agent" not in settings:
         defaults |= {"environment": f"{HERE}:Echo", "max_turns": 3}
     return GenerateConfig(**defaults | settings)
 
 
-def tasks_of(num_tasks: int = 2, group_size: int = 2, **extras: Any) -> list[Task]:
+def tasks_of(num_tasks=2, group_size=2, **extras):
     tasks = [
         Task(instance_id=f"t{i}", repetition_id=0, prompt=ASK, extras=extras)
         for i in range(num_tasks)

@@ -1,33 +1,26 @@
 """What must hold on a GPU. `tests/gpu` runs it there; a CPU runs it smaller, to prove the checks."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import multiprocessing
 import tempfile
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from accelerate.state import AcceleratorState
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.ragged import Ragged
 from tests.helpers.configs import train_config
 from tests.helpers.rl_helpers import config_of, weights_of
-from tests.helpers.trainer_helpers import Row, forests_of, run_of, update_with
+from tests.helpers.trainer_helpers import forests_of, run_of, update_with
 from tests.helpers.tree_helpers import batch_of, mini_batch_of
 from trainer import rl
-from trainer.batch import Batch
-from trainer.batches.forest import Forest, with_sets
+from trainer.batches.forest import with_sets
 from trainer.batches.sampling_support import teacher_sets
 from trainer.distributed.sharding import whole
 from trainer.models.layers import compile_layers
@@ -53,7 +46,7 @@ TINY = Size(
 )
 
 
-def model_of(size: Size, window: int | None = None) -> Qwen3ForCausalLM:
+def model_of(size, window=None):
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=size.vocab_size,
@@ -72,21 +65,19 @@ def model_of(size: Size, window: int | None = None) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM._from_config(config, attn_implementation="sdpa")
 
 
-def policy_of(size: Size, device: str, window: int | None = None) -> Policy:
+def policy_of(size, device, window=None):
     return Policy(model_of(size, window), logprob_chunk_tokens=64).to(device)
 
 
-def turns(size: Size, seed: int) -> tuple[list[Row], list[tuple[str, str]]]:
+def turns(size, seed):
     """Trajectories of one task whose prompts keep all but the first tokens of the last response."""
     rng = np.random.default_rng(seed)
 
-    def tokens() -> list[int]:
-        found: list[int] = rng.integers(
-            0, size.vocab_size, rng.integers(2, size.turn_tokens)
-        ).tolist()
+    def tokens():
+        found = rng.integers(0, size.vocab_size, rng.integers(2, size.turn_tokens)).tolist()
         return found
 
-    rows: list[Row] = []
+    rows = []
     ids = []
     start = tokens()
     for trajectory in range(size.num_trajectories):
@@ -99,7 +90,7 @@ def turns(size: Size, seed: int) -> tuple[list[Row], list[tuple[str, str]]]:
     return rows, ids
 
 
-def padded_logprobs(model: Any, rows: Sequence[Row], device: str) -> Tensor:
+def padded_logprobs(model, rows, device):
     """Compute the log-probabilities of all responses with Transformers, padded on the right."""
     lengths = [len(prompt) + len(response) for prompt, response, _ in rows]
     ids, attended = (torch.zeros(len(rows), max(lengths), dtype=torch.int64) for _ in range(2))
@@ -114,7 +105,7 @@ def padded_logprobs(model: Any, rows: Sequence[Row], device: str) -> Tensor:
     return torch.cat(parts)
 
 
-def logprobs_of(policy: Policy, forests: Sequence[Forest], device: str) -> Tensor:
+def logprobs_of(policy, forests, device):
     """Return the log-probability of each response token, as the batch orders them."""
     num_targets = sum(forest.num_targets for forest in forests)
     parts = [
@@ -126,7 +117,7 @@ def logprobs_of(policy: Policy, forests: Sequence[Forest], device: str) -> Tenso
     return torch.cat(parts)[slots.argsort().to(device)]
 
 
-def check_bfloat16(device: str, size: Size, window: int | None, layout: str) -> int:
+def check_bfloat16(device, size, window, layout):
     """Log-probabilities and gradients are as close to float64 as those of padded Transformers.
 
     Returns the number of forests that were forwarded.
@@ -160,14 +151,14 @@ def check_bfloat16(device: str, size: Size, window: int | None, layout: str) -> 
     return len(forests)
 
 
-def _distance(model: torch.nn.Module, wanted: dict[str, Any]) -> float:
+def _distance(model, wanted):
     found = {name: p.grad.double().cpu() for name, p in model.named_parameters()}
     assert found.keys() == wanted.keys()
     above = sum(float((found[n] - wanted[n]).square().sum()) for n in wanted)
     return (above / sum(float(g.square().sum()) for g in wanted.values())) ** 0.5
 
 
-def graphs_over_shapes(device: str, size: Size, num_batches: int) -> int:
+def graphs_over_shapes(device, size, num_batches):
     """Update on batches of different shapes, with and without gradients; count compiled graphs."""
     counters = torch._dynamo.utils.counters["stats"]
     before = int(counters["unique_graphs"])
@@ -189,7 +180,7 @@ def graphs_over_shapes(device: str, size: Size, num_batches: int) -> int:
     return int(counters["unique_graphs"]) - before
 
 
-def policy_of_kind(size: Size, device: str, kind: str) -> Policy:
+def policy_of_kind(size, device, kind):
     """A policy whose layers are `dense`, or have LoRA adapters (`lora`) or experts (`experts`)."""
     if kind == "experts":
         torch.manual_seed(0)
@@ -214,7 +205,7 @@ SHARED = (
 )  # fmt: skip
 
 
-def compiled_difference(device: str, size: Size, kind: str, layout: str) -> float:
+def compiled_difference(device, size, kind, layout):
     """The difference of a gradient with compiled layers to one without, in float32, relative."""
     batch, found = batch_of(turns(size, 0)), []
     policy = policy_of_kind(size, device, kind)
@@ -231,7 +222,7 @@ def compiled_difference(device: str, size: Size, kind: str, layout: str) -> floa
     return float((found[1] - found[0]).norm() / found[0].norm())
 
 
-def sets_difference(device: str, size: Size, kind: str) -> float:
+def sets_difference(device, size, kind):
     """The largest difference to a CPU where the targets have sets of ids (`sampler`, `teacher`)."""
     family, rng, found = turns(size, 0), np.random.default_rng(0), []
     batch = batch_of(family)
@@ -266,7 +257,7 @@ def sets_difference(device: str, size: Size, kind: str) -> float:
     return float((found[1] - found[0]).norm() / found[0].norm())
 
 
-def check_fsdp2(device: str, size: Size, *, compiles: bool) -> None:
+def check_fsdp2(device, size, *, compiles):
     """A model sharded over one process has the gradient of a whole one, in float32."""
     # The process group and Accelerate's state would otherwise outlive the test.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
@@ -274,7 +265,7 @@ def check_fsdp2(device: str, size: Size, *, compiles: bool) -> None:
     assert difference < 1e-4, difference
 
 
-def fsdp2_difference(device: str, size: Size, compiles: bool) -> float:  # noqa: FBT001
+def fsdp2_difference(device, size, compiles):
     backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{folder}/store"
@@ -295,11 +286,11 @@ def fsdp2_difference(device: str, size: Size, compiles: bool) -> float:  # noqa:
     return float((found - wanted).norm() / wanted.norm())
 
 
-def _gradient(policy: Policy, batch: Batch) -> Tensor:
+def _gradient(policy, batch):
     learner = run_of(policy, max_grad_norm=1e9, learning_rate=1e-30)
-    kept: list[Tensor] = []
+    kept = []
 
-    def keep(*_: object) -> None:
+    def keep(*_):
         kept.extend(whole(p.grad).flatten() for p in policy.parameters() if p.grad is not None)
 
     learner.optimizer.register_step_pre_hook(keep)
@@ -307,7 +298,7 @@ def _gradient(policy: Policy, batch: Batch) -> Tensor:
     return torch.cat(kept)
 
 
-def save_large_model(path: Path, tokenizer: ChatTokenizer, *, tiny: bool) -> str:
+def save_large_model(path, tokenizer, *, tiny):
     """Qwen3-0.6B with random weights and SmolLM2's tokens: 0.5B parameters."""
     config = Qwen3Config(
         vocab_size=49152,
@@ -329,7 +320,7 @@ def save_large_model(path: Path, tokenizer: ChatTokenizer, *, tiny: bool) -> str
     return str(path)
 
 
-def check_rl_iteration(folder: Path, tokenizer: ChatTokenizer, *, tiny: bool) -> None:
+def check_rl_iteration(folder, tokenizer, *, tiny):
     """One iteration samples, trains in bfloat16 and saves other weights; both sides agree."""
     model = save_large_model(folder / "model", tokenizer, tiny=tiny)
     train = {"dtype": "bfloat16", "sequence_layout": "tree"}

@@ -1,17 +1,11 @@
 """The losses of `independent_update`: one eager forward a row, one target at a time."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import torch
-from torch import Tensor
-
-from tests.helpers.independent_rows import Row, Settings, Token
 
 
-def logprobs_of(model: Any, row: Row) -> tuple[Tensor, Tensor]:
+def logprobs_of(model, row):
     """Log-probabilities of the row's tokens, and the entropy of each one's distribution."""
     logits = model(input_ids=torch.tensor([row.prompt + row.response]), use_cache=False).logits[0]
     found, entropy = [], []
@@ -23,13 +17,13 @@ def logprobs_of(model: Any, row: Row) -> tuple[Tensor, Tensor]:
     return torch.stack(found), torch.stack(entropy)
 
 
-def values_of(critic: Any, head: Any, row: Row) -> Tensor:
+def values_of(critic, head, row):
     hidden = critic(input_ids=torch.tensor([row.prompt + row.response]), use_cache=False)
     places = [len(row.prompt) + token.position - 1 for token in row.tokens]
     return head(hidden.last_hidden_state[0][places])[:, 0]
 
 
-def divergence(d: Tensor, kind: str) -> Tensor:
+def divergence(d, kind):
     """Of the policy from the reference at a token, d = l - l_ref."""
     if kind == "k1":
         return d
@@ -40,7 +34,7 @@ def divergence(d: Tensor, kind: str) -> Tensor:
     return (torch.exp((-d).clamp(-20, 20)) + d - 1).clamp(-10, 10)
 
 
-def policy_loss(policy: Any, rows: list[Row], c: Settings) -> Tensor:
+def policy_loss(policy, rows, c):
     """Sum over the targets of a mini-batch of weight x (correction x loss + KL - entropy)."""
     alive = [row for row in rows if row.tokens]
     tokens = [token for row in alive for token in row.tokens]
@@ -61,7 +55,7 @@ def policy_loss(policy: Any, rows: list[Row], c: Settings) -> Tensor:
     return total
 
 
-def weight_of(token: Token, rows: list[Row], tokens: list[Token], c: Settings) -> float:
+def weight_of(token, rows, tokens, c):
     kind = c["reduction"]
     if kind == "token_mean":
         return 1 / len(tokens)
@@ -75,11 +69,11 @@ def weight_of(token: Token, rows: list[Row], tokens: list[Token], c: Settings) -
     return 1 / (len({r.trajectory for r in rows}) * own)
 
 
-def ratio(difference: Tensor) -> Tensor:
+def ratio(difference):
     return torch.exp(difference.clamp(-20, 20))
 
 
-def token_losses(now: Tensor, rows: list[Row], tokens: list[Token], c: Settings) -> list[Tensor]:
+def token_losses(now, rows, tokens, c):
     kind = c["policy_loss_type"]
     low, high = 1 - c["eps_clip_low"], 1 + c["eps_clip_high"]
     selected = covariance_selection(now.detach(), tokens, c) if "cov" in kind else set()
@@ -127,7 +121,7 @@ def token_losses(now: Tensor, rows: list[Row], tokens: list[Token], c: Settings)
     return found
 
 
-def dppo_keeps(logp: float, rollout: float, a: float, c: Settings) -> float:
+def dppo_keeps(logp, rollout, a, c):
     """1, or 0 where the step moves on beyond a divergence from the sampler."""
     p, q = math.exp(logp), math.exp(rollout)
     if c["dppo_type"] == "binary_tv":
@@ -139,7 +133,7 @@ def dppo_keeps(logp: float, rollout: float, a: float, c: Settings) -> float:
     return 0.0 if (a > 0 and up) or (a < 0 and down) else 1.0
 
 
-def covariance_selection(now: Tensor, tokens: list[Token], c: Settings) -> set[int]:
+def covariance_selection(now, tokens, c):
     """Of the mini-batch; clip_cov takes all candidates, where its share is 1."""
     n, logps = len(tokens), now.tolist()
     mean_a, mean_l = sum(t.advantage for t in tokens) / n, sum(logps) / n
@@ -159,7 +153,7 @@ def covariance_selection(now: Tensor, tokens: list[Token], c: Settings) -> set[i
     return found
 
 
-def corrections(rows: list[Row], c: Settings) -> dict[int, float]:
+def corrections(rows, c):
     """What each target's loss is multiplied by to correct for the sampler."""
     tokens = [t for row in rows for t in row.tokens]
     anchored = c["policy_loss_type"] in ("rollout_is", "dppo")
@@ -198,11 +192,11 @@ def corrections(rows: list[Row], c: Settings) -> dict[int, float]:
     return factors
 
 
-def beyond(value: float, low: float | None, high: float | None) -> bool:
+def beyond(value, low, high):
     return (low is not None and value < low) or (high is not None and value > high)
 
 
-def critic_loss(critic: Any, head: Any, rows: list[Row], c: Settings) -> Tensor:
+def critic_loss(critic, head, rows, c):
     """Mean over the trained tokens of the mini-batch."""
     losses = []
     for row in (row for row in rows if row.tokens):

@@ -1,7 +1,5 @@
 """What a run of `independent_update` forwards: rows of the layout, with their trained tokens."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,23 +40,21 @@ class Row:
     tokens: list[Token] = field(default_factory=list)
 
 
-def by_trajectory(rows: list[Step]) -> dict[str, list[Step]]:
-    found: dict[str, list[Step]] = {}
+def by_trajectory(rows):
+    found = {}
     for row in rows:
         found.setdefault(row["trajectory_id"], []).append(row)
     return found
 
 
-def masks_and_returns(
-    trajectories: dict[str, list[Step]], c: Settings
-) -> tuple[set[str], dict[str, Any]]:
+def masks_and_returns(trajectories, c):
     """Trajectories that do not train, and the returns of those that did not fail (gdpo: rewards)."""
     failed = {t for t, steps in trajectories.items() if any(s["error"] for s in steps)}
     group_of = {t: steps[0]["instance_id"] for t, steps in trajectories.items()}
     masked = set(failed)
     if c["failed"] == "group":
         masked = {t for t in trajectories if group_of[t] in {group_of[f] for f in failed}}
-    sizes: dict[str, int] = {}
+    sizes = {}
     for group in group_of.values():
         sizes[group] = sizes.get(group, 0) + 1
     compares = c["estimator"] in ("grpo", "rloo", "maxrl", "gdpo")
@@ -74,7 +70,7 @@ def masks_and_returns(
     return masked, returns
 
 
-def metric(steps: list[Step], name: str) -> float:
+def metric(steps, name):
     for step in reversed(steps):
         for entry in step.get("metrics") or ():
             if entry["key"] == name:
@@ -82,18 +78,16 @@ def metric(steps: list[Step], name: str) -> float:
     raise AssertionError(name)
 
 
-def varies(
-    group: str, trajectories: dict[str, list[Step]], masked: set[str], returns: dict[str, Any]
-) -> bool:
+def varies(group, trajectories, masked, returns):
     """Whether a group has not several trained trajectories, all of one return."""
     inside = [t for t in returns if trajectories[t][0]["instance_id"] == group]
     own = [returns[t] for t in inside if t not in masked]
     return len(own) < 2 or max(own) > min(own)
 
 
-def layout(trajectories: dict[str, list[Step]], masked: set[str], c: Settings) -> list[Row]:
+def layout(trajectories, masked, c):
     """Rows with their trained tokens; `tree` has the numbers of `step`."""
-    rows: list[Row] = []
+    rows = []
     for trajectory, steps in trajectories.items():
         lineages = [[i] for i in range(len(steps))]
         if c["sequence_layout"] == "merge":
@@ -103,11 +97,11 @@ def layout(trajectories: dict[str, list[Step]], masked: set[str], c: Settings) -
     return rows
 
 
-def merged(steps: list[Step]) -> list[list[int]]:
+def merged(steps):
     """Each step continues the longest open step whose tokens its prompt begins with."""
-    lineages: list[list[int]] = []
+    lineages = []
     for i, step in enumerate(steps):
-        best: list[int] | None = None
+        best = None
         for lineage in lineages:
             last = steps[lineage[-1]]
             whole = last["prompt_token_ids"] + last["response_ids"]
@@ -125,12 +119,12 @@ def merged(steps: list[Step]) -> list[list[int]]:
     return lineages
 
 
-def key_of(step: Step) -> tuple[Any, ...]:
+def key_of(step):
     known = (step[n] is None for n in ("rollout_logprobs", "reward", "rewards"))
     return (step["temperature"], step["error"], *known)
 
 
-def joined(steps: list[Step], lineage: list[int], number: int, *, trainable: bool) -> Row:
+def joined(steps, lineage, number, *, trainable):
     """The rows of a lineage as one, observations between the responses."""
     first = steps[lineage[0]]
     temperature = 1.0 if first["temperature"] is None else first["temperature"]

@@ -4,14 +4,10 @@ Plain loops over steps and tokens, one eager Transformers forward a row, no pack
 trainer's code: a second witness of what a run comes to.
 """
 
-from __future__ import annotations
-
 import copy
 import math
-from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.helpers.independent_loss import (
@@ -21,18 +17,10 @@ from tests.helpers.independent_loss import (
     policy_loss,
     values_of,
 )
-from tests.helpers.independent_rows import (
-    Settings,
-    Step,
-    Token,
-    by_trajectory,
-    layout,
-    masks_and_returns,
-    varies,
-)
+from tests.helpers.independent_rows import by_trajectory, layout, masks_and_returns, varies
 
 VOCAB = 61
-DEFAULTS: dict[str, Any] = {
+DEFAULTS = {
     "outcome": "last", "estimator": "grpo", "normalize_by_std": True,
     "batch_normalize": False, "gamma": 1.0, "gae_lambda": 1.0, "failed": "group",
     "partial_groups": "refuse", "drop_zero_variance_groups": False, "groups_per_batch": 8,
@@ -54,7 +42,7 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def tiny_model(seed: int, perturbed_by: float = 0.0) -> LlamaForCausalLM:
+def tiny_model(seed, perturbed_by=0.0):
     """Random weights, large enough that every attended token matters."""
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=24, intermediate_size=32, num_hidden_layers=2,
@@ -72,9 +60,7 @@ def tiny_model(seed: int, perturbed_by: float = 0.0) -> LlamaForCausalLM:
     return model
 
 
-def run(
-    rows: list[Step], model: Any, reference: Any, settings: Settings
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def run(rows, model, reference, settings):
     """The weights after a run over steps, one a row of the dataset, in order; `Adam.faint`."""
     c = DEFAULTS | {"batch_normalize": settings.get("estimator") == "gdpo"} | settings
     policy = copy.deepcopy(model).double()
@@ -130,13 +116,13 @@ class Adam:
     whose gradient is 0 but for float32's rounding moves either way: `faint` says which those are.
     """
 
-    def __init__(self, weights: dict[str, Tensor], rate: float, c: Settings) -> None:
+    def __init__(self, weights, rate, c):
         self.weights, self.rate, self.c, self.time = weights, rate, c, 0
         self.first = {name: torch.zeros_like(w) for name, w in weights.items()}
         self.second = {name: torch.zeros_like(w) for name, w in weights.items()}
         self.faint = {name: torch.zeros_like(w, dtype=torch.bool) for name, w in weights.items()}
 
-    def step(self) -> None:
+    def step(self):
         found = {n: w.grad for n, w in self.weights.items() if w.grad is not None}
         norm = math.sqrt(sum(float((g**2).sum()) for g in found.values()))
         shrink = min(1.0, self.c["max_grad_norm"] / (norm + 1e-6))
@@ -154,14 +140,7 @@ class Adam:
             weight.grad = None
 
 
-def estimate(
-    trajectories: dict[str, list[Step]],
-    masked: set[str],
-    returns: dict[str, float],
-    tokens: list[Token],
-    coef: float,
-    c: Settings,
-) -> float:
+def estimate(trajectories, masked, returns, tokens, coef, c):
     """Give the tokens of a batch their advantages; the KL coefficient of the next batch."""
     charges = {id(t): 0.0 for t in tokens}
     after = coef
@@ -188,13 +167,7 @@ def estimate(
     return after
 
 
-def from_several_rewards(
-    trajectories: dict[str, list[Step]],
-    masked: set[str],
-    rewards: dict[str, Any],
-    tokens: list[Token],
-    c: Settings,
-) -> None:
+def from_several_rewards(trajectories, masked, rewards, tokens, c):
     for token in tokens:
         own = [t for t, steps in trajectories.items() if steps[0]["instance_id"] == token.group]
         token.advantage = 0.0
@@ -207,14 +180,7 @@ def from_several_rewards(
                 token.advantage += weight * centred / (math.sqrt(variance) + 1e-6)
 
 
-def from_returns(
-    trajectories: dict[str, list[Step]],
-    masked: set[str],
-    returns: dict[str, float],
-    tokens: list[Token],
-    charges: dict[int, float],
-    c: Settings,
-) -> None:
+def from_returns(trajectories, masked, returns, tokens, charges, c):
     own = {
         t: returns[t] - sum(charges[id(k)] for k in tokens if k.trajectory == t)
         for t in trajectories
@@ -237,12 +203,7 @@ def from_returns(
             token.advantage = value - mean
 
 
-def along_chains(
-    trajectories: dict[str, list[Step]],
-    tokens: list[Token],
-    charges: dict[int, float],
-    c: Settings,
-) -> None:
+def along_chains(trajectories, tokens, charges, c):
     for name, steps in trajectories.items():
         chain = [t for t in tokens if t.trajectory == name]
         chain.sort(key=lambda t: (t.step, t.inside))
@@ -271,7 +232,7 @@ def along_chains(
         t.advantage = (t.advantage - mean) / math.sqrt(variance + 1e-8)
 
 
-def moments(values: list[float], *, bessel: bool) -> tuple[float, float]:
+def moments(values, *, bessel):
     if not values or max(values) == min(values):
         return (values[0] if values else 0.0), 1.0
     mean = sum(values) / len(values)

@@ -1,25 +1,20 @@
 """Targets for tests of losses: drawn ones, and those that SkyRL's own functions were given."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
-from torch import Tensor
 
 from tests.conftest import ROOT
 from tests.helpers.trainer_helpers import one_group
 from trainer.algorithms.losses.covariance import clip_cov_selection, covariances, kl_cov_selection
-from trainer.algorithms.losses.policy import TokenLoss, regular
+from trainer.algorithms.losses.policy import regular
 from trainer.algorithms.own_functions import call
 from trainer.algorithms.targets import Targets
-from trainer.config.functions import Function
 
 REFERENCE = json.loads((ROOT / "tests" / "data" / "reference_losses.json").read_text())
-SETTINGS: dict[str, Any] = {
+SETTINGS = {
     "eps_clip_low": 0.2,
     "eps_clip_high": 0.3,
     "clip_ratio_c": 1.2,
@@ -29,8 +24,8 @@ SETTINGS: dict[str, Any] = {
 }
 CLIP = {"eps_clip_low": 0.2, "eps_clip_high": 0.3}
 
-ON_SAMPLER: dict[str, Any] = {"tis_ratio_type": None}
-POLICY_LOSSES: list[dict[str, Any]] = [
+ON_SAMPLER = {"tis_ratio_type": None}
+POLICY_LOSSES = [
     {"policy_loss_type": "regular"},
     {"policy_loss_type": "dual_clip", "clip_ratio_c": 1.1},
     {"policy_loss_type": "gspo"},
@@ -45,14 +40,14 @@ POLICY_LOSSES: list[dict[str, Any]] = [
     {"policy_loss_type": "importance_sampling"},
     {"policy_loss_type": "cross_entropy"},
 ]
-REDUCTIONS: list[dict[str, Any]] = [
+REDUCTIONS = [
     {"reduction": "token_mean"},
     {"reduction": "sequence_mean"},
     {"reduction": "seq_mean_token_sum_norm", "max_seq_len": 8},
     {"reduction": "prompt_mean"},
     {"reduction": "trajectory_mean"},
 ]
-CORRECTIONS: list[dict[str, Any]] = [
+CORRECTIONS = [
     {"tis_ratio_type": "token"},
     {"tis_ratio_type": "sequence"},
     {"sequence_mask_metric": "geometric", "geo_mask_low": 0.8, "geo_mask_high": 1.2},
@@ -60,7 +55,7 @@ CORRECTIONS: list[dict[str, Any]] = [
     {"outlier_token_is_threshold_low": 0.5, "outlier_token_is_threshold_high": 2.0},
     {"token_mask_is_threshold_low": 0.8, "token_mask_is_threshold_high": 1.25},
 ]
-TERMS: list[dict[str, Any]] = [
+TERMS = [
     {"kl_loss_coef": 0.1},
     {"kl_loss_coef": 0.1, "kl_estimator_type": "k2", "reduction": "sequence_mean"},
     {"entropy_loss_coef": 0.1, "reduction": "prompt_mean"},
@@ -68,20 +63,20 @@ TERMS: list[dict[str, Any]] = [
 EVERYTHING = [*POLICY_LOSSES, *REDUCTIONS[1:], *CORRECTIONS[1:], *TERMS]
 
 
-def named(settings: dict[str, Any]) -> str:
+def named(settings):
     return "-".join(str(value) for value in settings.values())
 
 
-def tensor(*values: float) -> Tensor:
+def tensor(*values):
     return torch.tensor(values, dtype=torch.float64)
 
 
 @st.composite
-def targets(draw: st.DrawFn) -> Targets:
+def targets(draw):
     n = draw(st.integers(1, 12))
     logprob, flag = st.floats(-4.0, -0.01), st.booleans()
 
-    def several(element: st.SearchStrategy[Any], **kind: Any) -> Tensor:
+    def several(element, **kind):
         return torch.tensor(draw(st.lists(element, min_size=n, max_size=n)), **kind)
 
     return Targets(
@@ -94,7 +89,7 @@ def targets(draw: st.DrawFn) -> Targets:
     )
 
 
-def reference_targets(name: str = "regular") -> tuple[Targets, Tensor]:
+def reference_targets(name="regular"):
     """Targets of the reference's padded inputs, and the mask that made them."""
     given = {k: torch.tensor(v, dtype=torch.float64) for k, v in REFERENCE["inputs"].items()}
     mask = given.pop("mask").bool()
@@ -115,7 +110,7 @@ def reference_targets(name: str = "regular") -> tuple[Targets, Tensor]:
     return Targets(**values, row=mask.nonzero()[:, 0], selected=selected), mask
 
 
-def some_trajectories(**values: Any) -> list[dict[str, Any]]:
+def some_trajectories(**values):
     rng = np.random.default_rng(3)
     rows = one_group(rng, "a", (1.0, 0.0, 0.5), **values)
     rows += one_group(rng, "b", (0.0, 1.0), **values)
@@ -123,12 +118,12 @@ def some_trajectories(**values: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def policy_loss(targets: Targets, function: Function) -> TokenLoss:
+def policy_loss(targets, function):
     """The loss of each target, as the objective computes it."""
     return call(function, **{name: getattr(targets, name) for name in function.inputs})
 
 
-def advantages_of_returns(returns: Any, group_index: Any, estimator: Function) -> Any:
+def advantages_of_returns(returns, group_index, estimator):
     """The advantage of each trajectory, as the plan computes it."""
     arrays = {"returns": returns, "group_index": group_index}
     return call(estimator, **{name: arrays[name] for name in estimator.inputs})

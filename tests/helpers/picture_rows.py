@@ -1,7 +1,6 @@
 """A trajectory of two steps with pictures at their tokens, stored in each way that a dataset has."""
 
 import io
-from pathlib import Path
 
 import pyarrow as pa
 from PIL import Image
@@ -29,7 +28,7 @@ def picture():
     return file.getvalue()
 
 
-def write_steps(path: Path, way: str):
+def write_steps(path, way):
     """Write the two steps, or the row that they merge into; returns the entry of the stored picture."""
     entry = {"sha256": Blobs.of(path).add(picture()), "start": 2, "length": 60}
     document = {"sha256": None, "start": None, "length": None}

@@ -7,7 +7,6 @@ import socket
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
 
 import peft
 import torch
@@ -32,13 +31,7 @@ from rollout_io.cli.main import run as run_command
 from rollout_io.cli.output import shown_log
 from rollout_io.retokenize.tokenizer import load_tokenizer
 from tests.helpers.configs import from_saved, train_config
-from tests.helpers.trainer_helpers import (
-    forests_of,
-    make_batch,
-    run_of,
-    tiny_policy,
-    update_with,
-)
+from tests.helpers.trainer_helpers import forests_of, make_batch, run_of, tiny_policy, update_with
 from trainer import rl
 from trainer.distributed.launch import make_accelerator
 from trainer.distributed.sharding import whole
@@ -47,7 +40,7 @@ from trainer.models.pictures import without_encoder
 from trainer.training import train
 
 
-def shard(_: object, model: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+def shard(_, model, optimizer):
     """What Accelerate's FSDP2 does on GPUs: each layer, then what is left."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
@@ -62,7 +55,7 @@ def shard(_: object, model: Any, optimizer: torch.optim.Optimizer) -> tuple[Any,
     return model, optimizer
 
 
-def fsdp2(**settings: Any) -> Accelerator:
+def fsdp2(**settings):
     """An accelerator as on GPUs: Accelerate itself would have FSDP there alone."""
     accelerator = Accelerator(**settings)
     plugin = FullyShardedDataParallelPlugin(
@@ -77,7 +70,7 @@ def fsdp2(**settings: Any) -> Accelerator:
     return accelerator
 
 
-def prepared(*models: Any) -> tuple[Any, Any]:
+def prepared(*models):
     """What `trainer.distributed.sharding.wrap` makes of them, sharded layer by layer."""
     model, optimizer = trainer.distributed.sharding.wrap(*models)
     check_sharded(model)
@@ -85,7 +78,7 @@ def prepared(*models: Any) -> tuple[Any, Any]:
     return model, optimizer
 
 
-def check_sharded(model: Any) -> None:
+def check_sharded(model):
     with without_encoder(model.model) as encoder:
         for parameter in model.parameters():
             assert isinstance(parameter, DTensor)
@@ -94,7 +87,7 @@ def check_sharded(model: Any) -> None:
         assert not any(isinstance(parameter, DTensor) for parameter in part.parameters())
 
 
-def gradient(job: dict[str, Any]) -> None:
+def gradient(job):
     """Save the gradient of one update of a tiny policy, and its norm."""
     rows = job["rows"]
     accelerator = make_accelerator(train_config(out="o"))
@@ -111,9 +104,9 @@ def gradient(job: dict[str, Any]) -> None:
     learner = run_of(policy, max_grad_norm=1e9, learning_rate=1e-30)
     assert learner.accelerator.num_processes == accelerator.num_processes > 1
     policy, optimizer = shard(None, policy, learner.optimizer)
-    kept: dict[str, torch.Tensor] = {}
+    kept = {}
 
-    def keep(*_: object) -> None:
+    def keep(*_):
         kept.update((n, whole(p.grad)) for n, p in policy.named_parameters() if p.grad is not None)
 
     optimizer.register_step_pre_hook(keep)
@@ -122,7 +115,7 @@ def gradient(job: dict[str, Any]) -> None:
         save_file(kept | {"norm": torch.tensor(metrics["grad_norm"])}, job["file"])
 
 
-def weights(job: dict[str, Any]) -> None:
+def weights(job):
     """Save what each process gives to an engine, before and after its parameters are sharded."""
     accelerator = make_accelerator(train_config(out="o"))
     policy, folder = tiny_policy(), Path(job["weights"])
@@ -143,21 +136,21 @@ class AdapterEngine(trainer.engine.embedded.TransformersEngine):
     """Loads adapters as vLLM does: onto the model that it has at the start."""
 
     @classmethod
-    def open(cls, config: Any) -> "AdapterEngine":
+    def open(cls, config):
         engine = cls.load(config.model, max_batch_size=config.max_concurrency)
         engine.base = config.model
         return engine
 
-    async def takes_adapters(self) -> bool:
+    async def takes_adapters(self):
         return True
 
-    def _load(self, path: str) -> None:
+    def _load(self, path):
         base = AutoModelForCausalLM.from_pretrained(self.base)
         merged = peft.PeftModel.from_pretrained(base, path).merge_and_unload()
         self.model.load_state_dict(merged.state_dict())
 
 
-def work(job: dict[str, Any]) -> None:
+def work(job):
     if job.get("sharded") == "directly":
         trainer.run.load_models.wrap = shard
     if job.get("sharded") == "by Accelerate":
@@ -180,7 +173,7 @@ def work(job: dict[str, Any]) -> None:
     return None
 
 
-def start(job: dict[str, Any], rank: int, port: int) -> int:
+def start(job, rank, port):
     """Do a job in a process of its own; its id."""
     child = os.fork()
     if child:
@@ -204,14 +197,14 @@ def start(job: dict[str, Any], rank: int, port: int) -> int:
     os._exit(code)
 
 
-def load_tokenizer_once(model: str) -> None:
+def load_tokenizer_once(model):
     """Loading SmolLM2's tokenizer takes longer than most runs."""
     loaded = load_tokenizer(model)
     for module in (trainer.rl.loop, trainer.engine.embedded, trainer.run.same_tokenizer):
         module.load_tokenizer = lambda *_, **__: loaded  # type: ignore[attr-defined]
 
 
-def main() -> None:
+def main():
     for line in sys.stdin:
         job = json.loads(line)
         if "rl" in job:

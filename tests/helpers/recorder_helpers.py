@@ -1,6 +1,7 @@
 """Recorders for tests: in this process, or in one of their own that can be killed."""
 
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import rollout_io
 from pipelines.record.serving import serving
 from pipelines.record.settings import RecordSettings
 from tests.conftest import ROOT
+from tests.helpers.fake_engine import running
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hello"}]}
 TEXT = {"model": "fake", "prompt": "hello"}
@@ -20,16 +22,24 @@ COMMAND = "import sys; from pipelines.cli.record import record; record(sys.argv[
 
 
 @asynccontextmanager
-async def recording(out, *urls, **settings):
-    """A recorder and a client; what it says goes to `said`."""
+async def recording(out, *engines, **settings):
+    """A recorder and a client; what it says goes to `said`.
+
+    Args:
+        out: Dataset.
+        engines: URL of each, or an application that is served meanwhile.
+        settings: Of the recorder.
+    """
     said = []
-    given = RecordSettings(out=str(out), upstreams=urls, **({"flush_s": 0.05} | settings))
-    async with (
-        serving(given, tell=said.append) as served,
-        httpx2.AsyncClient(base_url=served.url, timeout=30) as client,
-    ):
-        client.recorder, client.said, client.root = served.recorder, said, served.url
-        yield client
+    with contextlib.ExitStack() as stack:
+        urls = tuple(e if isinstance(e, str) else stack.enter_context(running(e)) for e in engines)
+        chosen = RecordSettings(out=str(out), upstreams=urls, **({"flush_s": 0.05} | settings))
+        async with (
+            serving(chosen, tell=said.append) as served,
+            httpx2.AsyncClient(base_url=served.url, timeout=30, verify=False) as client,
+        ):
+            client.recorder, client.said, client.root = served.recorder, said, served.url
+            yield client
 
 
 @contextmanager

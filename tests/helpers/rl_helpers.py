@@ -1,7 +1,5 @@
 """A tiny policy, tasks and environments for the tests of the loop."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -11,27 +9,22 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
-
-import polars as pl
 
 import rollout_io
 import trainer
-from rollout_io.retokenize.tokenizer import ChatTokenizer
+from tests.helpers import trainer_helpers
 from tests.helpers.configs import rl_config
 from tests.helpers.trainer_helpers import tiny_llama
-from trainer import rl
 from trainer.config.train_config import to_toml
 from trainer.rl.config import OWN_KEYS
 
 HERE = "tests.helpers.rl_helpers"
-TIMES = {"seconds", "tokens_per_s"}
 
 
 class Length:
     """One turn; the reward is in how long the action is."""
 
-    def __init__(self, env_config: Any, extras: Any) -> None:
+    def __init__(self, env_config, extras):
         self.env_config, self.extras = env_config, extras
 
     def init(self, prompt):
@@ -98,7 +91,7 @@ class Interrupting(Length):
         return super().step(action)
 
 
-def save_model(path: Path, tokenizer: ChatTokenizer, *, max_position_embeddings: int = 256) -> str:
+def save_model(path, tokenizer, *, max_position_embeddings=256):
     """A model of few weights, with SmolLM2's tokenizer."""
     settings = {
         "hidden_size": 16,
@@ -110,13 +103,13 @@ def save_model(path: Path, tokenizer: ChatTokenizer, *, max_position_embeddings:
     return str(path)
 
 
-def write_tasks(path: Path, num_tasks: int, **extras: Any) -> str:
+def write_tasks(path, num_tasks, **extras):
     lines = [{"prompt": f"Say {i}.", "instance_id": f"t{i}", **extras} for i in range(num_tasks)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return str(path)
 
 
-def config_of(folder: Path, model: str, **settings: Any) -> rl.RlConfig:
+def config_of(folder, model, **settings):
     """Two groups of three trajectories an iteration, two updates of it; six tokens each."""
     generate = {
         "environment": f"{HERE}:Length",
@@ -136,14 +129,12 @@ def config_of(folder: Path, model: str, **settings: Any) -> rl.RlConfig:
     return rl_config(**usual | settings.pop("train", {}) | settings, generate=generate)
 
 
-def lines_of(path: Path | str) -> list[dict[str, Any]]:
+def lines_of(path):
     """The lines of updates, without times."""
-    lines = [json.loads(line) for line in (Path(path) / "metrics.jsonl").read_text().splitlines()]
-    kept = [line for line in lines if "loss" in line]
-    return [{k: v for k, v in line.items() if k not in TIMES} for line in kept]
+    return [line for line in trainer_helpers.lines_of(path) if "loss" in line]
 
 
-def replay(config: rl.RlConfig, out: Path) -> trainer.training.TrainResult:
+def replay(config, out):
     """`rollouts train` on what the loop has sampled."""
     given = config.training
     data = dataclasses.replace(given.data, outcome=config.data.outcome)
@@ -151,15 +142,15 @@ def replay(config: rl.RlConfig, out: Path) -> trainer.training.TrainResult:
     return trainer.train(dataclasses.replace(given, data=data, run=run))
 
 
-def weights_of(checkpoint: str) -> bytes:
+def weights_of(checkpoint):
     return (Path(checkpoint) / "model.safetensors").read_bytes()
 
 
-def rows_of(config: rl.RlConfig, iteration: int) -> pl.DataFrame:
+def rows_of(config, iteration):
     return rollout_io.scan(f"{config.run.out}/rollouts/iteration_{iteration:05d}").collect()
 
 
-def as_toml(config: rl.RlConfig) -> str:
+def as_toml(config):
     """The file that makes it, but for `out`."""
     values = {
         name: value for name, value in dataclasses.asdict(config).items() if value is not None

@@ -1,29 +1,24 @@
 """Tiny mixtures of experts, and what they choose, seen where the experts are given it."""
 
-from __future__ import annotations
-
 import zlib
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import rollout_io
 from schemas.columns import arrow_schema, routing_type
 from schemas.metadata import DatasetMetadata
 from schemas.ragged import Ragged, offsets_of
-from tests.helpers.trainer_helpers import VOCAB, Row
+from tests.helpers.trainer_helpers import VOCAB
 from trainer.batches.recorded_routes import Routes
 
 ROUTING = "rollout_expert_indices"
 NUM_LAYERS, NUM_EXPERTS, TOPK = 3, 8, 2
-SIZES: dict[str, Any] = {
+SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -52,7 +47,7 @@ LATENT = {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.7,
 }
-FAMILIES: dict[str, dict[str, Any]] = {
+FAMILIES = {
     "qwen3_moe": {"num_experts": NUM_EXPERTS, "norm_topk_prob": True, "head_dim": 8},
     "qwen3_moe, not normalised": {
         "num_experts": NUM_EXPERTS,
@@ -68,7 +63,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_moe(family: str = "qwen3_moe", seed: int = 0, **settings: Any) -> Any:
+def tiny_moe(family="qwen3_moe", seed=0, **settings):
     """Three layers of eight experts, two a token; DeepSeek's first layer is dense."""
     given = SIZES | FAMILIES[family] | settings
     config = AutoConfig.for_model(family.partition(",")[0], **given)
@@ -81,20 +76,20 @@ def tiny_moe(family: str = "qwen3_moe", seed: int = 0, **settings: Any) -> Any:
     return model
 
 
-def routers(model: Any) -> dict[int, Any]:
+def routers(model):
     """The router of each layer that has one."""
     blocks = {number: layer.mlp for number, layer in enumerate(model.model.layers)}
     return {number: block.gate for number, block in blocks.items() if hasattr(block, "gate")}
 
 
 @contextmanager
-def experts_used(model: Any) -> Iterator[dict[int, Tensor]]:
+def experts_used(model):
     """What the experts of each layer are told to do: [N, topk], of the last forward."""
-    found: dict[int, Tensor] = {}
+    found = {}
     handles = []
     for number in routers(model):
 
-        def take(_: Any, args: Any, number: int = number) -> None:
+        def take(_, args, number=number):
             found[number] = args[1].clone()
 
         handles.append(model.model.layers[number].mlp.experts.register_forward_pre_hook(take))
@@ -104,7 +99,7 @@ def experts_used(model: Any) -> Iterator[dict[int, Tensor]]:
 
 
 @torch.no_grad()
-def choice_of(model: Any, tokens: Sequence[int]) -> Tensor:
+def choice_of(model, tokens):
     """[N, layers, topk] int16 experts of a plain forward of one row; 0 in dense layers."""
     with experts_used(model) as found:
         model(input_ids=torch.tensor([list(tokens)]), use_cache=False)
@@ -113,25 +108,25 @@ def choice_of(model: Any, tokens: Sequence[int]) -> Tensor:
     return torch.stack(layers, 1).to(torch.int16)
 
 
-def routes_of(parts: Sequence[Tensor]) -> Routes:
+def routes_of(parts):
     """Routes of rows, each [tokens, layers, topk] of its leading tokens."""
     values = np.concatenate([part.numpy().reshape(len(part), NUM_LAYERS * TOPK) for part in parts])
     offsets = offsets_of(np.array([len(part) for part in parts], dtype=np.int64))
     return Routes(Ragged(values, offsets, np.ones(len(parts), np.bool_)), NUM_LAYERS, TOPK)
 
 
-def own_routes(model: Any, rows: Sequence[Row]) -> Routes:
+def own_routes(model, rows):
     """What a model chooses for all tokens but the last of each row, as engines record it."""
     return routes_of([choice_of(model, prompt + response)[:-1] for prompt, response, _ in rows])
 
 
-def random_routes(rng: np.random.Generator, num_tokens: int) -> Tensor:
+def random_routes(rng, num_tokens):
     """[tokens, layers, topk] different experts."""
     order = rng.random((num_tokens, NUM_LAYERS, NUM_EXPERTS)).argsort(-1)
     return torch.from_numpy(order[..., :TOPK].astype(np.int16))
 
 
-def steady_routes(tokens: Sequence[int], salt: int = 0) -> list[Any]:
+def steady_routes(tokens, salt=0):
     """Routes as nested lists; those of a token depend on what stands before it alone."""
     found = []
     for end in range(1, len(tokens) + 1):
@@ -140,7 +135,7 @@ def steady_routes(tokens: Sequence[int], salt: int = 0) -> list[Any]:
     return found
 
 
-def write_routed(path: Path, rows: Sequence[dict[str, Any]], logprobs_mode: Any = None) -> str:
+def write_routed(path, rows, logprobs_mode=None):
     """A dataset whose rows have `rollout_expert_indices`, or None there."""
     names = tuple({name for row in rows for name in row} - {ROUTING})
     layers, topk = next(np.shape(row[ROUTING])[1:] for row in rows if row[ROUTING])

@@ -1,11 +1,7 @@
 """Tiny models that see pictures and read text, and environments that return pictures."""
 
-from __future__ import annotations
-
 import base64
 import json
-from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -28,7 +24,7 @@ _TOKENS = {
 }
 
 
-def save_seeing(folder: Path, kind: str = "qwen2_5_vl", seed: int = 0) -> str:
+def save_seeing(folder, kind="qwen2_5_vl", seed=0):
     """A directory with weights, a byte-level tokenizer, a chat template and an image processor."""
     save_family(folder, kind)
     name, settings = PROCESSORS[kind]
@@ -42,7 +38,7 @@ def save_seeing(folder: Path, kind: str = "qwen2_5_vl", seed: int = 0) -> str:
     )
     tokenizer = AutoTokenizer.from_pretrained(folder)
     vocab = tokenizer.get_vocab()
-    config: dict[str, Any] = dict(CONFIGS[kind])
+    config = dict(CONFIGS[kind])
     for key in _TOKENS.keys() & config.keys():
         config[key] = next(vocab[token] for token in _TOKENS[key] if token in vocab)
     text = {"vocab_size": len(vocab), "max_position_embeddings": CONTEXT}
@@ -59,12 +55,12 @@ def save_seeing(folder: Path, kind: str = "qwen2_5_vl", seed: int = 0) -> str:
     return str(folder)
 
 
-def part_of(content: bytes) -> dict[str, Any]:
+def part_of(content):
     url = f"data:image/png;base64,{base64.b64encode(content).decode()}"
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def screen(seed: int, text: str = "Now?") -> dict[str, Any]:
+def screen(seed, text="Now?"):
     """A message that shows a picture of noise, and asks."""
     parts = [part_of(png(seed, 24, 16)), {"type": "text", "text": text}]
     return {"role": "user", "content": parts}
@@ -75,7 +71,7 @@ class Screens:
 
     num_turns = 3
 
-    def __init__(self, env_config: Any = None, extras: Any = None) -> None:
+    def __init__(self, env_config=None, extras=None):
         self.env_config, self.extras, self.turn = env_config, extras or {}, 0
 
     def init(self, prompt):

@@ -1,7 +1,6 @@
 """Tiny models that see pictures, whole: weights, tokenizer, chat template and image processor."""
 
 import json
-from pathlib import Path
 
 import torch
 import transformers
@@ -34,7 +33,7 @@ NUM_FEATURES = {"gemma3": 4, "internvl": 4}
 """Families whose processor is told how many features a picture (or a tile of it) has."""
 
 
-def save_served(kind: str, folder: Path) -> Path:
+def save_served(kind, folder):
     """Save a model that an engine can serve: its answers are noise, which depends on the pictures."""
     save_family(folder, kind)
     name, settings = PROCESSORS[kind]

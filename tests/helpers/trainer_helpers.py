@@ -1,11 +1,8 @@
 """Tiny models and hand-made rows for the trainer's tests."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Sequence
+import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -13,17 +10,15 @@ import pyarrow as pa
 import torch
 from accelerate import Accelerator
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import rollout_io
 from schemas.metadata import DatasetMetadata
 from tests.helpers.configs import train_config
-from trainer.batch import Batch, read_rows, to_batch
+from trainer.batch import read_rows, to_batch
 from trainer.batches.forest import MiniBatch
 from trainer.batches.packing import chain_forests
-from trainer.batches.plan import Plan
-from trainer.config.sections import BatchConfig
-from trainer.models.critic import Critic
 from trainer.models.policy import Policy
 from trainer.run.run import Run
 from trainer.run.state import START
@@ -35,10 +30,10 @@ Row = tuple[list[int], list[int], list[bool]]
 """Prompt, response, loss mask."""
 
 
-def tiny_llama(seed: int = 0, **settings: Any) -> LlamaForCausalLM:
+def tiny_llama(seed=0, **settings):
     """Two layers, 61 tokens, weights large enough that every attended token matters."""
     torch.manual_seed(seed)
-    defaults: dict[str, Any] = {
+    defaults = {
         "vocab_size": VOCAB,
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -58,28 +53,28 @@ def tiny_llama(seed: int = 0, **settings: Any) -> LlamaForCausalLM:
 class Layerless(PreTrainedModel):
     """A model without layers of the usual kind."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(LlamaConfig())
 
 
-def tiny_policy(*, chunk: int = 1024, **settings: Any) -> Policy:
+def tiny_policy(*, chunk=1024, **settings):
     return Policy(tiny_llama(**settings), logprob_chunk_tokens=chunk)
 
 
-def save_tiny_model(path: Path, **settings: Any) -> str:
+def save_tiny_model(path, **settings):
     tiny_llama(**settings).save_pretrained(path)
     return str(path)
 
 
 def make_batch(
-    rows: Sequence[Row],
+    rows,
     *,
-    advantages: Sequence[float] | None = None,
-    temperatures: Sequence[float | None] | None = None,
-    rollout_logprobs: Sequence[list[float] | None] | None = None,
-    trajectories: Sequence[tuple[str, str]] | None = None,
-    rewards: Sequence[float] | None = None,
-) -> Batch:
+    advantages=None,
+    temperatures=None,
+    rollout_logprobs=None,
+    trajectories=None,
+    rewards=None,
+):
     """Rows of the given (group, trajectory), by default each of its own."""
     n = len(rows)
     ids = trajectories or [(f"g{i}", f"g{i}_0") for i in range(n)]
@@ -108,20 +103,39 @@ def make_batch(
     return to_batch(pl.DataFrame(table, schema_overrides=schema))
 
 
-def forests_of(batch: Batch, budget: int = 4096, *, targets: Any = None) -> list[Any]:
+def metrics_of(out):
+    """The lines of the metrics of a run."""
+    return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+
+
+TIMES = {"seconds", "tokens_per_s"}
+
+
+def lines_of(out):
+    """The lines of the metrics of a run, without times."""
+    return [{k: v for k, v in line.items() if k not in TIMES} for line in metrics_of(out)]
+
+
+def check_same_checkpoints(out, expected):
+    """The files of two runs' checkpoints, and their tensors to 1e-4."""
+    folders = [Path(path) / "checkpoints" for path in (out, expected)]
+    names = [{str(p.relative_to(folder)) for p in folder.rglob("*")} for folder in folders]
+    assert names[0] == names[1]
+    for name in sorted(n for n in names[0] if n.endswith(".safetensors")):
+        ours, theirs = (load_file(folder / name) for folder in folders)
+        assert {k: v.shape for k, v in ours.items()} == {k: v.shape for k, v in theirs.items()}
+        for key, tensor in theirs.items():
+            if tensor.isfinite().all() and tensor.any():
+                assert relative_difference(ours[key].double(), tensor.double()) < 1e-4, key
+
+
+def forests_of(batch, budget=4096, *, targets=None):
     is_target = batch.trains if targets is None else targets
     rows = np.arange(len(batch.names))
     return chain_forests(batch.prompts, batch.responses, is_target, rows, budget)
 
 
-def run_of(
-    policy: Policy,
-    *,
-    corrects: bool = False,
-    reference: Policy | None = None,
-    critic: Critic | None = None,
-    **settings: Any,
-) -> Run:
+def run_of(policy, *, corrects=False, reference=None, critic=None, **settings):
     """A run with plain SGD, whose step is the clipped gradient times the learning rate."""
     settings = {"record_tokens": "none"} | settings
     config = train_config(dataset="d", model="m", out="o", **settings)
@@ -139,7 +153,7 @@ def run_of(
 
 
 @st.composite
-def row_lists(draw: st.DrawFn, max_rows: int = 5) -> list[Row]:
+def row_lists(draw, max_rows=5):
     """Ragged rows with at least one target in all."""
     token = st.integers(0, VOCAB - 1)
     rows = []
@@ -153,9 +167,7 @@ def row_lists(draw: st.DrawFn, max_rows: int = 5) -> list[Row]:
     return rows
 
 
-def plain_logprobs(
-    model: Any, rows: Sequence[Row], temperatures: Sequence[float] | None = None
-) -> torch.Tensor:
+def plain_logprobs(model, rows, temperatures=None):
     """[T] log-probabilities of all response tokens: one plain forward per row, full logits."""
     parts = []
     for i, (prompt, response, _) in enumerate(rows):
@@ -168,14 +180,7 @@ def plain_logprobs(
     return torch.cat(parts)
 
 
-def step(
-    instance: str,
-    repetition: int,
-    index: int,
-    prompt: list[int],
-    response: list[int],
-    **values: Any,
-) -> dict[str, Any]:
+def step(instance, repetition, index, prompt, response, **values):
     """One row of a rollout table."""
     return {
         "instance_id": instance,
@@ -192,9 +197,7 @@ def step(
     } | values
 
 
-def two_step_trajectory(
-    rng: np.random.Generator, instance: str, repetition: int, reward: float, **values: Any
-) -> list[dict[str, Any]]:
+def two_step_trajectory(rng, instance, repetition, reward, **values):
     """Two steps, the second of which continues the first after three observation tokens."""
     prompt, first, seen, second = (rng.integers(0, VOCAB, n).tolist() for n in (5, 4, 3, 4))
     return [
@@ -210,9 +213,7 @@ def two_step_trajectory(
     ]
 
 
-def one_group(
-    rng: np.random.Generator, instance: str, rewards: Sequence[float], **values: Any
-) -> list[dict[str, Any]]:
+def one_group(rng, instance, rewards, **values):
     """A trajectory of two steps for each reward."""
     trajectories = (
         two_step_trajectory(rng, instance, repetition, reward, **values)
@@ -221,16 +222,14 @@ def one_group(
     return [row for rows in trajectories for row in rows]
 
 
-def group_rows(num_groups: int, rewards: Sequence[float], **values: Any) -> list[dict[str, Any]]:
+def group_rows(num_groups, rewards, **values):
     """Groups g0, g1, ... of the same rewards."""
     rng = np.random.default_rng(0)
     groups = (one_group(rng, f"g{group}", rewards, **values) for group in range(num_groups))
     return [row for rows in groups for row in rows]
 
 
-def write_dataset(
-    path: Path, rows: Sequence[dict[str, Any]], logprobs_mode: Any = None, outcome: Any = None
-) -> str:
+def write_dataset(path, rows, logprobs_mode=None, outcome=None):
     from schemas.columns import arrow_schema
 
     names = tuple({name for row in rows for name in row})
@@ -242,43 +241,39 @@ def write_dataset(
     return str(path)
 
 
-def gradients(model: torch.nn.Module) -> torch.Tensor:
+def gradients(model):
     """All gradients as one vector."""
     found = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
     return torch.cat(found)
 
 
-def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+def relative_difference(a, b):
     return float((a - b).norm() / b.norm())
 
 
-def load_batch(
-    rollouts: pl.LazyFrame, plan: Plan, groups: Sequence[str], config: BatchConfig
-) -> Batch:
+def load_batch(rollouts, plan, groups, config):
     """The rows of the groups as a batch."""
     return to_batch(read_rows(rollouts, plan, groups, config), config.max_row_tokens)
 
 
-def step_of(batch: Batch, forests: Sequence[Any]) -> Step:
+def step_of(batch, forests):
     """A mini-batch of these micro-batches, just before its update."""
     mini_batches = (MiniBatch(forests=list(forests)),)
     return Step(batch=dataclasses.replace(batch, mini_batches=mini_batches))
 
 
-def update_with(
-    run: Run, batch: Batch, forests: Sequence[Any], old: Any = None, ref: Any = None
-) -> dict[str, float]:
+def update_with(run, batch, forests, old=None, ref=None):
     """An update whose old and reference log-probabilities are these."""
     batch = dataclasses.replace(batch, old_logprobs=old, ref_logprobs=ref)
     return make_update(run, step_of(batch, forests), START).metrics
 
 
-def gradient_of_update(policy: Policy, batch: Batch, **settings_: Any) -> torch.Tensor:
+def gradient_of_update(policy, batch, **settings_):
     """The gradient an update leaves, unclipped, without moving the policy."""
     budget, old = settings_.pop("budget", 4096), settings_.pop("old", None)
     ref = settings_.pop("ref", None)
     learner = run_of(policy, max_grad_norm=1e9, learning_rate=1e-30, **settings_)
-    kept: list[torch.Tensor] = []
+    kept = []
     hook = learner.optimizer.register_step_pre_hook(lambda *_: kept.append(gradients(policy)))
     update_with(learner, batch, forests_of(batch, budget), old, ref)
     hook.remove()

@@ -1,9 +1,6 @@
 """Rows that share tokens in every way that rollouts do."""
 
-from __future__ import annotations
-
 import zlib
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -11,22 +8,18 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from schemas.ragged import IntArray, Ragged
+from schemas.ragged import Ragged
 from tests.helpers.configs import train_config
-from tests.helpers.trainer_helpers import VOCAB, Row, make_batch, run_of, update_with
-from trainer.batch import Batch
-from trainer.batches.forest import Forest, MiniBatch
+from tests.helpers.trainer_helpers import make_batch, run_of, update_with
 from trainer.batches.micro_batches import cut_batch
 from trainer.batches.plan import make_plan
-from trainer.batches.tree import Trie, make_trie
-from trainer.config.train_config import TrainConfig
-from trainer.models.policy import Policy
+from trainer.batches.tree import make_trie
 
 TrajectoryIds = list[tuple[str, str]]
 
 
 @st.composite
-def families(draw: st.DrawFn, max_trajectories: int = 3) -> tuple[list[Row], TrajectoryIds]:
+def families(draw, max_trajectories=3):
     """Steps of one or two groups of trajectories.
 
     A step goes on from what an earlier step of its group holds, up to any of its tokens, from its
@@ -34,10 +27,10 @@ def families(draw: st.DrawFn, max_trajectories: int = 3) -> tuple[list[Row], Tra
     different tokens, so that unrelated rows share prefixes too.
     """
     token = st.integers(0, 3)
-    rows: list[Row] = []
-    ids: TrajectoryIds = []
+    rows = []
+    ids = []
     for group in range(draw(st.integers(1, 2))):
-        known: list[list[int]] = [[]]
+        known = [[]]
         for trajectory in range(draw(st.integers(1, max_trajectories))):
             for _ in range(draw(st.integers(1, 4))):
                 before = draw(st.sampled_from(known))
@@ -56,22 +49,22 @@ def families(draw: st.DrawFn, max_trajectories: int = 3) -> tuple[list[Row], Tra
     return rows, ids
 
 
-def config_of(**settings: Any) -> TrainConfig:
+def config_of(**settings):
     given = {"sequence_layout": "tree", "partial_groups": "train", **settings}
     return train_config(dataset="d", model="m", out="o", **given)
 
 
-def batch_of(family: tuple[list[Row], TrajectoryIds], **values: Any) -> Batch:
+def batch_of(family, **values):
     return make_batch(family[0], trajectories=family[1], **values)
 
 
-def mini_batch_of(batch: Batch, **settings: Any) -> MiniBatch:
+def mini_batch_of(batch, **settings):
     """The whole batch as one mini-batch."""
     (found,) = cut_batch(batch, config_of(**settings).batch)
     return found
 
 
-def trie_of(rows: list[list[int]]) -> Trie:
+def trie_of(rows):
     """Whole rows of one group."""
     tokens = Ragged(
         np.array([t for row in rows for t in row], dtype=np.int32),
@@ -83,18 +76,7 @@ def trie_of(rows: list[list[int]]) -> Trie:
     return make_trie(tokens, nothing, tokens.lengths, group, np.arange(len(rows)))
 
 
-def random_rows(rng: np.random.Generator, num_turns: int, *, num_tokens: int = 3) -> list[Row]:
-    """Turns of one trajectory: each prompt goes on from all but the first token of the response."""
-    rows: list[Row] = []
-    prompt: list[int] = rng.integers(0, VOCAB, num_tokens).tolist()
-    for _ in range(num_turns):
-        response = rng.integers(0, VOCAB, num_tokens).tolist()
-        rows.append((prompt, response, [True] * num_tokens))
-        prompt = prompt + response[1:]
-    return rows
-
-
-def parents(forest: Forest) -> IntArray:
+def parents(forest):
     """[N] position of each token's parent, -1 for a root, from `subtree_end` alone."""
     found, way = [], list[int]()
     for position, end in enumerate(forest.subtree_end.tolist()):
@@ -106,9 +88,7 @@ def parents(forest: Forest) -> IntArray:
     return np.array(found)
 
 
-def batch_of_estimator(
-    family: tuple[list[Row], TrajectoryIds], config: TrainConfig, seed: int
-) -> Batch:
+def batch_of_estimator(family, config, seed):
     """Steps with random rewards; outcome advantages are those of the estimator already.
 
     What tokens have of their own depends on what stands before them alone, so that rows which are
@@ -138,26 +118,19 @@ def batch_of_estimator(
     )
 
 
-def noises(row: Row, salt: int) -> list[float]:
+def noises(row, salt):
     """A number in [0, 1) for each response token and all before it."""
     prompt, response, _ = row
     prefixes = (bytes([salt, *prompt, *response[: n + 1]]) for n in range(len(response)))
     return [zlib.crc32(prefix) / 2**32 for prefix in prefixes]
 
 
-def updated(
-    policy: Policy,
-    batch: Batch,
-    forests: list[Forest],
-    old: torch.Tensor | None,
-    ref: torch.Tensor | None,
-    **settings: Any,
-) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+def updated(policy, batch, forests, old, ref, **settings):
     """Metrics of an update that moves nothing, and its gradient by parameter."""
     learner = run_of(policy, max_grad_norm=1e9, learning_rate=1e-30, **settings)
-    kept: dict[str, torch.Tensor] = {}
+    kept = {}
 
-    def keep(*_: Any) -> None:
+    def keep(*_):
         kept.update({n: p.grad.clone() for n, p in policy.named_parameters() if p.grad is not None})
 
     torch.manual_seed(0)
@@ -167,11 +140,7 @@ def updated(
     return metrics, kept
 
 
-def check_same(
-    found: tuple[dict[str, float], dict[str, torch.Tensor]],
-    expected: tuple[dict[str, float], dict[str, torch.Tensor]],
-    tolerance: float = 1e-5,
-) -> None:
+def check_same(found, expected, tolerance=1e-5):
     """Every metric but what depends on how rows were packed, and every parameter's gradient.
 
     A gradient that vanishes is compared with the whole one.

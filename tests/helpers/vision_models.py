@@ -1,14 +1,10 @@
 """Tiny models that see pictures, with their image processors, and rows that show pictures."""
 
-from __future__ import annotations
-
 import hashlib
 import inspect
-from collections.abc import Sequence
 from functools import cache
 from io import BytesIO
-from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +22,7 @@ VOCAB, SHOWS, BEGIN, END, SEPARATOR = 64, 60, 62, 63, 50
 SIZES = {"wide": (40, 24), "tall": (16, 32), "small": (16, 16)}
 """Width and height of the pictures, by name."""
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
-_TEXT: dict[str, Any] = {
+_TEXT = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -40,7 +36,7 @@ _TEXT: dict[str, Any] = {
     "eos_token_id": 0,
     "tie_word_embeddings": False,
 }
-_VISION: dict[str, Any] = {
+_VISION = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -48,7 +44,7 @@ _VISION: dict[str, Any] = {
     "image_size": 16,
     "patch_size": 4,
 }
-_GRID: dict[str, Any] = {
+_GRID = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_heads": 4,
@@ -69,7 +65,7 @@ _GRID_PROCESSOR = {
     "temporal_patch_size": 2,
     "size": {"shortest_edge": 64, "longest_edge": 4096},
 }
-_TILES: dict[str, Any] = {
+_TILES = {
     "text_config": _TEXT | {"model_type": "llama"},
     "vision_config": _VISION
     | {"max_image_size": {"longest_edge": 16}, "size": {"longest_edge": 32}},
@@ -78,7 +74,7 @@ _TILES: dict[str, Any] = {
     **_IDS,
 }
 _TILES_PROCESSOR = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
-CONFIGS: dict[str, dict[str, Any]] = {
+CONFIGS = {
     "qwen2_5_vl": {
         "text_config": _TEXT | {"rope_parameters": _ROPE, "use_sliding_window": False},
         "vision_config": _GRID | {"depth": 2, "window_size": 16, "fullatt_block_indexes": [1]},
@@ -114,7 +110,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "smolvlm": _TILES,
     "idefics3": _TILES,
 }
-PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
+PROCESSORS = {
     "qwen2_5_vl": ("Qwen2VLImageProcessorPil", _GRID_PROCESSOR),
     "qwen3_vl": ("Qwen2VLImageProcessorPil", _GRID_PROCESSOR),
     "gemma3": ("Gemma3ImageProcessorPil", {"size": {"height": 16, "width": 16}}),
@@ -133,7 +129,7 @@ Part = str | list[int]
 """The name of a picture, or tokens of text."""
 
 
-def save_model(kind: str, folder: Path) -> str:
+def save_model(kind, folder):
     """A model whose weights make every token matter, with its image processor."""
     torch.manual_seed(0)
     config = CONFIG_MAPPING[kind](**CONFIGS[kind])
@@ -150,31 +146,31 @@ def save_model(kind: str, folder: Path) -> str:
     return str(folder)
 
 
-def plain_model(folder: str) -> Any:
+def plain_model(folder):
     """The whole model of Transformers, to forward rows one by one."""
     load = AutoModelForImageTextToText.from_pretrained
     return load(folder, attn_implementation="eager").eval()
 
 
 @cache
-def picture_file(name: str) -> bytes:
+def picture_file(name):
     """A PNG file of noise."""
     width, height = SIZES[name]
     random = np.random.default_rng(sum(map(ord, name)))
     return encoded(Image.fromarray(random.integers(0, 256, (height, width, 3), dtype=np.uint8)))
 
 
-def encoded(picture: Image.Image) -> bytes:
+def encoded(picture):
     file = BytesIO()
     picture.save(file, "PNG")
     return file.getvalue()
 
 
-def digest(name: str) -> str:
+def digest(name):
     return "sha256:" + hashlib.sha256(picture_file(name)).hexdigest()
 
 
-def store_pictures(dataset: Path, names: Sequence[str] = tuple(SIZES)) -> None:
+def store_pictures(dataset, names=tuple(SIZES)):
     for name in names:
         Blobs.of(dataset).add(picture_file(name))
 
@@ -188,7 +184,7 @@ class Album:
         num_features: Number of features of each picture, by name.
     """
 
-    def __init__(self, kind: str, model: str, folder: Path) -> None:
+    def __init__(self, kind, model, folder):
         store_pictures(folder)
         write_dataset(folder, [step("none", 0, 0, [1], [2], is_last_step=True, reward=0.0)])
         self.kind = kind
@@ -197,9 +193,9 @@ class Album:
         self.inputs = {name: self.reader.load([digest(name)])[0] for name in SIZES}
         self.num_features = {n: num_features(plain, one) for n, one in self.inputs.items()}
 
-    def shown(self, parts: Sequence[Part]) -> tuple[list[int], list[dict[str, Any]]]:
+    def shown(self, parts):
         """Tokens, and the entries of `pictures`."""
-        ids: list[int] = []
+        ids = []
         pictures = []
         for part in parts:
             if isinstance(part, list):
@@ -215,7 +211,7 @@ class Album:
             pictures.append({"sha256": digest(part), "start": start, "length": end - start})
         return ids, pictures
 
-    def row(self, prompt: Sequence[Part], response: Sequence[Part]) -> dict[str, Any]:
+    def row(self, prompt, response):
         """Columns of a row; pictures of the response are observed, its text is sampled."""
         (before, _), (ids, pictures) = self.shown(prompt), self.shown([*prompt, *response])
         sampled = [[not isinstance(part, str)] * len(self.shown([part])[0]) for part in response]
@@ -226,10 +222,10 @@ class Album:
             "pictures": pictures,
         }
 
-    def logprobs(self, model: Any, parts: Sequence[Part], num_response: int) -> torch.Tensor:
+    def logprobs(self, model, parts, num_response):
         """[num_response] log-probabilities by a plain forward pass of the whole model."""
         ids = torch.tensor([self.shown(parts)[0]])
-        inputs: dict[str, Any] = {}
+        inputs = {}
         accepted = inspect.signature(model.forward).parameters
         if names := [part for part in parts if isinstance(part, str)]:
             prepared = [self.inputs[name] for name in names]
@@ -251,6 +247,6 @@ class Seen(NamedTuple):
     plain: Any
 
     @classmethod
-    def saved(cls, kind: str, folder: Path) -> Self:
+    def saved(cls, kind, folder):
         path = save_model(kind, folder / "model")
         return cls(path, Album(kind, path, folder / "ds"), plain_model(path))

@@ -1,10 +1,7 @@
 """The namespace `rollouts` of Polars frames, and paths in place of frames."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from pathlib import Path
 
 import polars as pl
 import pytest
@@ -16,7 +13,7 @@ from tests.conftest import EXAMPLES
 
 
 @pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dataset(tmp_path_factory):
     out = tmp_path_factory.mktemp("frames") / "shop"
     rewards = EXAMPLES / "shop.rewards.jsonl"
     rollout_io.convert(EXAMPLES / "shop.calls.jsonl", out, rewards=rewards)
@@ -24,7 +21,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("is_lazy", [True, False])
-def test_the_namespace_does_what_the_functions_do(dataset: Path, *, is_lazy: bool) -> None:
+def test_the_namespace_does_what_the_functions_do(dataset, *, is_lazy):
     steps = rollout_io.scan(dataset)
     frame = steps if is_lazy else steps.collect()
     rules = [pipelines.where("return > 0"), pipelines.zero_variance()]
@@ -48,13 +45,13 @@ def test_the_namespace_does_what_the_functions_do(dataset: Path, *, is_lazy: boo
         assert ours.collect().equals(theirs.collect())
 
 
-def test_scan_alone_registers_the_namespace(dataset: Path) -> None:
+def test_scan_alone_registers_the_namespace(dataset):
     code = "import rollout_io, sys; print(rollout_io.scan(sys.argv[1]).rollouts.returns().collect().height)"
     command = [sys.executable, "-c", code, str(dataset)]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "48\n"
 
 
-def test_a_path_a_frame_and_a_table_are_taken_alike(dataset: Path) -> None:
+def test_a_path_a_frame_and_a_table_are_taken_alike(dataset):
     table = rollout_io.read(dataset)
     forms = [
         dataset,
@@ -71,7 +68,7 @@ def test_a_path_a_frame_and_a_table_are_taken_alike(dataset: Path) -> None:
     assert all(rollout_io.to_hf(form).num_rows == 205 for form in forms)
 
 
-def test_one_filter_is_a_list_of_one(dataset: Path) -> None:
+def test_one_filter_is_a_list_of_one(dataset):
     rule = pipelines.zero_variance()
     for apply in (pipelines.apply_filters, pipelines.apply_masks):
         (one, counts), (several, same) = apply(dataset, rule), apply(dataset, [rule])
@@ -79,6 +76,6 @@ def test_one_filter_is_a_list_of_one(dataset: Path) -> None:
     assert pipelines.judge(dataset, rule).equals(pipelines.judge(dataset, [rule]))
 
 
-def test_dir_lists_the_exports_of_each_package() -> None:
+def test_dir_lists_the_exports_of_each_package():
     for package in (schemas, rollout_io, pipelines):
         assert dir(package) == sorted(package.__all__)

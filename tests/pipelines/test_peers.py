@@ -98,8 +98,7 @@ def test_merging_a_real_generator_output_is_what_skyrls_own_merge_makes_of_it():
 
 
 @pytest.mark.parametrize(
-    "path",
-    ["verifiers/eval/traces.jsonl", "verifiers/train/traces.jsonl", "rllm/eval_results"],
+    "path", ["verifiers/eval/traces.jsonl", "verifiers/train/traces.jsonl", "rllm/eval_results"]
 )
 def test_what_peers_wrote_breaks_no_invariant_and_merges_back_and_forth(path):
     table = read_log([PEERS / path], on_error="fail")

@@ -27,23 +27,12 @@ def ids_after(tmp_path, *given, select="forks"):
     return ids_of(exported(write(tmp_path / "ds", attempts(*given)), "dpo_tokens", select)[1])
 
 
-def test_two_attempts_that_sampled_differently_after_the_same_tokens_are_a_pair(tmp_path):
-    win = ("a", 1.0, [([1, 2], [3]), ([1, 2, 3, 9], [4, 5])])
-    loss = ("a", 0.0, [([1, 2], [3]), ([1, 2, 3, 9], [4, 6])])
-    assert ids_after(tmp_path, loss, win) == [([1, 2, 3, 9], [4, 5], [4, 6])]
-
-
 def test_another_observation_is_no_fork(tmp_path):
     win = ("a", 1.0, [([1, 2], [3]), ([1, 2, 3, 9], [4])])
     loss = ("a", 0.0, [([1, 2], [3]), ([1, 2, 3, 8], [5])])
     with pytest.raises(InputError, match="2 at no fork of their group") as error:
         ids_after(tmp_path, win, loss)
     assert error.value.rule == "some_rows"
-
-
-def test_attempts_at_different_tasks_are_never_a_pair(tmp_path):
-    with pytest.raises(InputError, match="at no fork of their group"):
-        ids_after(tmp_path, ("a", 1.0, [([1], [2])]), ("b", 0.0, [([1], [3])]))
 
 
 def test_the_value_of_a_branch_is_the_mean_return_of_its_attempts(tmp_path):
@@ -56,11 +45,6 @@ def test_the_value_of_a_branch_is_the_mean_return_of_its_attempts(tmp_path):
     assert pair["rejected_return"] == pytest.approx(1 / 3)
     assert (pair["chosen_trajectory_id"], pair["rejected_trajectory_id"]) == ("a_3", "a_0")
     assert done.num_samples == 1
-
-
-def test_a_fork_gives_its_best_and_its_worst_branch(tmp_path):
-    given = [("a", value, [([1], [token])]) for token, value in ((5, 0.5), (6, 1.0), (7, 0.0))]
-    assert ids_after(tmp_path, *given) == [([1], [6], [7])]
 
 
 def test_best_worst_gives_one_pair_where_the_two_attempts_part(tmp_path):

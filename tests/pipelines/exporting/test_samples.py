@@ -55,10 +55,7 @@ def test_steps_that_continue_each_other_are_one_sample_without_its_environment_t
         (
             "best",
             ["a_1", "b_1"],
-            {
-                "of attempts that are not the best of their group": 2,
-                "with an unknown return": 1,
-            },
+            {"of attempts that are not the best of their group": 2, "with an unknown return": 1},
         ),
         (">=0.5", ["a_1", "a_2"], {"with a return below 0.5": 2, "with an unknown return": 1}),
         (">=-1", ["a_0", "a_1", "a_2", "b_1"], {"with an unknown return": 1}),
@@ -76,12 +73,7 @@ def test_a_selection_leaves_out_the_other_attempts_and_counts_them(
 def test_kto_labels_each_step_by_the_mean_of_its_group_or_by_a_bar(dataset):
     done, samples = exported(dataset, "kto_tokens")
     found = [(s["prompt_ids"], s["completion_ids"], s["label"]) for s in samples]
-    assert found == [
-        ([1], [2], False),
-        ([1], [3], True),
-        ([1, 3, 9], [4], True),
-        ([1], [5], False),
-    ]
+    assert found == [([1], [2], False), ([1], [3], True), ([1, 3, 9], [4], True), ([1], [5], False)]
     assert done.left_out == {
         "with an unknown return": 1,
         "of groups whose returns do not differ": 1,

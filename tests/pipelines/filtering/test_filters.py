@@ -55,10 +55,7 @@ def test_a_verdict_names_the_filter_that_drops_a_trajectory():
 def test_the_report_counts_trajectories_and_groups_before_and_dropped():
     rows = table(*one_step(1.0, 1.0), *one_step(1.0, 0.0, 2.0, instance="b"))
     _, counts = apply_filters(rows, [zero_variance(), reward_range(maximum=1.0)])
-    assert counts.rows() == [
-        ("zero variance", 5, 2, 2, 1),
-        ("reward <= 1.0", 3, 1, 1, 0),
-    ]
+    assert counts.rows() == [("zero variance", 5, 2, 2, 1), ("reward <= 1.0", 3, 1, 1, 0)]
 
 
 def test_dropping_everything_is_refused_and_says_why():

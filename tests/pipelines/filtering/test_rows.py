@@ -42,10 +42,7 @@ def test_the_rows_that_stay_are_numbered_anew_and_the_final_one_is_last():
 def test_dropping_the_row_that_holds_the_outcome_is_refused_unless_it_may_move():
     with pytest.raises(RolloutError, match=r"return from 1\.0 to 0\.0") as info:
         keep_rows(AGENTS, "step_index < 2")
-    assert (info.value.rule, info.value.where) == (
-        "return_unchanged",
-        "trajectory 'a_0'",
-    )
+    assert (info.value.rule, info.value.where) == ("return_unchanged", "trajectory 'a_0'")
     rows, _ = keep_rows(AGENTS, "step_index < 2", move_outcome=True)
     assert rows.select("reward", "is_last_step").collect().rows() == [(0.0, False), (1.0, True)]
 

@@ -221,7 +221,7 @@ def test_rollout_metrics_are_per_sequence_of_the_output(engine, tokenizer, histo
     assert metrics["generate/avg_response_length"] == metrics["generate/avg_num_tokens"]
 
 
-def test_an_environment_has_the_settings_of_its_name_over_those_of_all() -> None:
+def test_an_environment_has_the_settings_of_its_name_over_those_of_all():
     name = f"{HERE}:Echo"
     own = {name: {"topk": 5}, "another": {"topk": 7}}
     config = config_of(environment=name, env_config={"topk": 3, "url": "u"}, env_configs=own)
@@ -269,7 +269,7 @@ def test_the_calls_of_an_agent_are_rendered_by_the_template_of_the_configuration
         config_of(agent=f"{HERE}:curious", history="step_wise")
 
 
-def test_arguments_of_the_chat_template_reach_it_and_its_fingerprint(tokenizer) -> None:
+def test_arguments_of_the_chat_template_reach_it_and_its_fingerprint(tokenizer):
     backend = copy.deepcopy(tokenizer.backend)
     backend.chat_template = "{% if enable_thinking is false %}quiet{% else %}loud{% endif %}"
     loud = dataclasses.replace(tokenizer, backend=backend)

@@ -1,11 +1,6 @@
 """Agents that manage their context: what they sampled is what is written and trained, no more."""
 
-from __future__ import annotations
-
-import asyncio
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 import pytest
@@ -14,16 +9,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import rollout_io
-from pipelines.generation.agents import Client
-from pipelines.generation.engines.base import Sampled
 from pipelines.generation.gym_generator import GymGenerator
-from pipelines.generation.tasks import Task
 from pipelines.merging.merge import merge_table
 from pipelines.statistics.metrics import rollout_metrics
 from rollout_io import TrajectoryID
 from rollout_io.cli.main import run as command
 from rollout_io.formats.skyrl_generator_output import from_generator_output
-from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.checker import validate
 from tests.helpers import independent_update as independent
 from tests.helpers import rl_helpers
@@ -32,18 +23,18 @@ from tests.helpers.trainer_helpers import step
 from trainer import rl
 
 
-def going_on(client: Client, said: Sampled, text: str) -> list[int]:
+def going_on(client, said, text):
     """The tokens so far, and another message of the user's."""
     turn = f"<|im_end|>\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
     (ids,) = client.tokenizer.encode([turn], ["test"])
     return said.prompt_token_ids + said.response_ids + ids
 
 
-def earned(answer: Sampled) -> float:
+def earned(answer):
     return float(sum(answer.response_ids) % 97)
 
 
-async def summarising(client: Client, task: Task) -> float:
+async def summarising(client, task):
     """Sums its context up and begins a new one with that."""
     first = await client.chat(task.prompt)
     second = await client.sample(going_on(client, first, "More."))
@@ -52,7 +43,7 @@ async def summarising(client: Client, task: Task) -> float:
     return earned(await client.chat([*task.prompt, so_far]))
 
 
-async def dropping(client: Client, task: Task) -> float:
+async def dropping(client, task):
     """Forgets what a tool put out once it has answered it."""
     first = await client.chat(task.prompt)
     second = await client.sample(going_on(client, first, "1 2 3 4 5 6 7 8"))
@@ -61,7 +52,7 @@ async def dropping(client: Client, task: Task) -> float:
     return earned(await client.sample(whole))
 
 
-async def editing(client: Client, task: Task) -> float:
+async def editing(client, task):
     """Puts other words into its own mouth, and goes on from these."""
     await client.chat(task.prompt)
     edited = {"role": "assistant", "content": "Something else."}
@@ -69,7 +60,7 @@ async def editing(client: Client, task: Task) -> float:
     return earned(await client.sample(going_on(client, second, "And?")))
 
 
-async def delegating(client: Client, task: Task) -> float:
+async def delegating(client, task):
     """Has another agent do something of its own, and goes on where it was."""
     first = await client.chat(task.prompt, agent="main")
     helped = await client.chat([{"role": "user", "content": "Help."}], agent="helper")
@@ -87,17 +78,15 @@ AGENTS = {
 each_agent = pytest.mark.parametrize(("agent", "lineages"), AGENTS.items(), ids=list(AGENTS))
 
 
-def sampled(engine: SpyEngine) -> dict[str, list[tuple[list[int], Sampled]]]:
+def sampled(engine):
     """What the engine was sent and what it sampled, by session."""
-    found: dict[str, list[tuple[list[int], Sampled]]] = {}
+    found = {}
     for session, prompt, _, answer in engine.calls:
         found.setdefault(session, []).append((prompt, answer))
     return found
 
 
-def merged_by_hand(
-    calls: Sequence[tuple[list[int], Sampled]], lineage: Sequence[int]
-) -> tuple[list[int], list[int], list[bool]]:
+def merged_by_hand(calls, lineage):
     """Prompt, response and loss mask of a lineage."""
     prompt, whole, mask = calls[lineage[0]][0], list(calls[lineage[0]][0]), list[bool]()
     for index in lineage:
@@ -108,7 +97,7 @@ def merged_by_hand(
     return prompt, whole[len(prompt) :], mask
 
 
-def check_merged(table: Any, engine: SpyEngine, lineages: list[list[int]]) -> None:
+def check_merged(table, engine, lineages):
     """Merged where a prompt continues what was sampled; separate rows where not."""
     calls, rows = sampled(engine), pl.from_arrow(merge_table(table)).rows(named=True)
     expected = [(t, merged_by_hand(c, lineage)) for t, c in calls.items() for lineage in lineages]
@@ -122,18 +111,14 @@ def check_merged(table: Any, engine: SpyEngine, lineages: list[list[int]]) -> No
 
 
 @each_agent
-def test_the_generator_interface_gives_each_call_of_an_agent_as_a_step(
-    engine: SpyEngine, tokenizer: ChatTokenizer, agent: str, lineages: list[list[int]]
-) -> None:
+async def test_the_generator_interface_gives_each_call_of_an_agent_as_a_step(
+    engine, tokenizer, agent, lineages
+):
     ids = [TrajectoryID(f"u{i // 2}", i % 2) for i in range(4)]
     config = config_of(agent=f"{__name__}:{agent}", max_response_tokens=6)
-
-    async def made() -> dict[str, Any]:
-        async with engine:
-            generator = GymGenerator(engine, tokenizer, config)
-            return await generator.generate({"prompts": [ASK] * 4, "trajectory_ids": ids})
-
-    output = asyncio.run(made())
+    async with engine:
+        generator = GymGenerator(engine, tokenizer, config)
+        output = await generator.generate({"prompts": [ASK] * 4, "trajectory_ids": ids})
     calls = sampled(engine)
     assert sorted(calls) == ["u0_0", "u0_1", "u1_0", "u1_1"]
     rows = [pair for name in sorted(calls) for pair in calls[name]]
@@ -157,13 +142,8 @@ def test_the_generator_interface_gives_each_call_of_an_agent_as_a_step(
 
 @each_agent
 def test_a_dataset_of_an_agent_holds_its_exact_calls(
-    tmp_path: Path,
-    engine: SpyEngine,
-    tokenizer: ChatTokenizer,
-    monkeypatch: pytest.MonkeyPatch,
-    agent: str,
-    lineages: list[list[int]],
-) -> None:
+    tmp_path, engine, tokenizer, monkeypatch, agent, lineages
+):
     monkeypatch.setattr("pipelines.generation.run.load_tokenizer", lambda *_: tokenizer)
     name, out = f"{__name__}:{agent}", str(tmp_path / "ds")
     tasks = write_tasks(tmp_path / "tasks.jsonl")
@@ -183,12 +163,12 @@ def test_a_dataset_of_an_agent_holds_its_exact_calls(
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory, tokenizer: ChatTokenizer) -> str:
+def saved(tmp_path_factory, tokenizer):
     """A tiny model with SmolLM2's tokenizer."""
     return rl_helpers.save_model(tmp_path_factory.mktemp("model"), tokenizer)
 
 
-def steps_of(engine: SpyEngine) -> list[dict[str, Any]]:
+def steps_of(engine):
     """Rows for the independent run, of the engine's calls alone."""
     rows = []
     for session, calls in sampled(engine).items():
@@ -212,7 +192,7 @@ def steps_of(engine: SpyEngine) -> list[dict[str, Any]]:
 QUICK = {"summarising": "tree", "dropping": "merge", "editing": "step", "delegating": "merge"}
 
 
-def marks_of(agent: str, layout: str) -> list[pytest.MarkDecorator]:
+def marks_of(agent, layout):
     if layout != QUICK[agent]:
         return [pytest.mark.nightly]
     return [] if agent == "summarising" else [pytest.mark.slow]
@@ -228,22 +208,17 @@ def marks_of(agent: str, layout: str) -> list[pytest.MarkDecorator]:
     ],
 )
 def test_the_loop_trains_what_an_agent_sampled_and_nothing_else(
-    tmp_path: Path,
-    saved: str,
-    tokenizer: ChatTokenizer,
-    monkeypatch: pytest.MonkeyPatch,
-    agent: str,
-    layout: str,
-) -> None:
+    tmp_path, saved, tokenizer, monkeypatch, agent, layout
+):
     for module in ("trainer.rl.loop", "trainer.engine.embedded", "trainer.run.same_tokenizer"):
         monkeypatch.setattr(f"{module}.load_tokenizer", lambda *_, **__: tokenizer)
     training = {"sequence_layout": layout, "groups_per_batch": 1}
     generate = {"agent": f"{__name__}:{agent}", "environment": None}
     settings = {"generate": generate, "train": training, "num_iterations": 1}
     config = rl_helpers.config_of(tmp_path, saved, **settings)
-    engines: list[SpyEngine] = []
+    engines = []
 
-    def opened(sampling: Any) -> SpyEngine:
+    def opened(sampling):
         engines.append(SpyEngine.load(sampling.model))
         return engines[0]
 

@@ -9,13 +9,7 @@ from pipelines.generation.environments import environment_class
 from pipelines.generation.generator import Generator
 from schemas.checker import validate
 from schemas.errors import RolloutError
-from tests.helpers.generation_helpers import (
-    HERE,
-    SpyEngine,
-    config_of,
-    tasks_of,
-    trajectories,
-)
+from tests.helpers.generation_helpers import HERE, SpyEngine, config_of, tasks_of, trajectories
 
 BROKEN = f"{HERE}:Broken"
 NONSENSE = ("none", "no reward", "nan", "huge reward", "text reward", "maybe", "image", "text")
@@ -31,10 +25,7 @@ def rewards_of(finished):
         ({"how": "raise"}, "env_raised: trajectory 't0_0', step 1: KeyError: 'no such tool'"),
         ({"how": "exit"}, "env_raised: trajectory 't0_0', step 1: SystemExit: 3"),
         ({"how": "panic"}, "env_raised: trajectory 't0_0', step 1: GeneratorExit: no Exc"),
-        (
-            {"how": "surrogate"},
-            "env_raised: trajectory 't0_0', step 1: ValueError: \\ud83d",
-        ),
+        ({"how": "surrogate"}, "env_raised: trajectory 't0_0', step 1: ValueError: \\ud83d"),
         ({"how": "hang"}, "env_timeout: trajectory 't0_0', step 1: no result within 0.3 s"),
         ({"how": "raise", "at": "init"}, "env_raised: trajectory 't0_0', init: KeyError"),
         ({"how": "hang", "at": "init"}, "env_timeout: trajectory 't0_0', init"),

@@ -1,10 +1,9 @@
 """Environments that return pictures, with the embedded engine."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import dataclasses
+import itertools
 import json
 from functools import cache
 from pathlib import Path
@@ -36,6 +35,8 @@ from tests.helpers.vision_models import CONFIGS
 from trainer.engine.embedded import TransformersEngine
 from trainer.models.policy import load_policy
 
+HISTORIES = ("append", "one_message", "step_wise")
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
@@ -58,8 +59,14 @@ def rows_of(config):
     return rollout_io.scan(config.out).collect().to_dicts()
 
 
-@pytest.mark.parametrize("history", ["append", "one_message", "step_wise"])
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(
+    ("kind", "history"),
+    [
+        pytest.param(kind, history, marks=[pytest.mark.slow] * (history != usual))
+        for kind, usual in zip(CONFIGS, itertools.cycle(HISTORIES), strict=False)
+        for history in HISTORIES
+    ],
+)
 def test_each_prompt_has_the_tokens_of_its_pictures_and_the_dataset_their_files(
     kind, history, model, tmp_path
 ):
@@ -216,36 +223,30 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("make", [pytest.param(one, id=one.__name__) for one in REFUSED])
-def test_an_engine_that_shows_no_pictures_fails_a_trajectory_before_it_samples(
+async def test_an_engine_that_shows_no_pictures_fails_a_trajectory_before_it_samples(
     make, model, tmp_path
 ):
     path = model("qwen2_5_vl")
     config, engine = config_of(tmp_path, path), make(path, tmp_path)
     task = Task(instance_id="t", repetition_id=0, prompt=ASK)
 
-    async def run_one():
-        trajectory = GymTrajectory(
-            task, lambda: Screens(), engine, load_tokenizer(path), config, Blobs.of(config.out)
-        )
-        with pytest.raises(RolloutError) as error:
-            await trajectory.run()
-        return trajectory, error.value
-
-    trajectory, error = asyncio.run(run_one())
+    trajectory = GymTrajectory(
+        task, lambda: Screens(), engine, load_tokenizer(path), config, Blobs.of(config.out)
+    )
+    with pytest.raises(RolloutError) as error:
+        await trajectory.run()
     finding, hint = REFUSED[make]
-    assert (error.rule, error.hint, trajectory.steps) == ("engine_pictures", hint, [])
-    assert finding in error.got
+    assert (error.value.rule, error.value.hint) == ("engine_pictures", hint)
+    assert finding in error.value.got
+    assert trajectory.steps == []
 
 
-def test_a_model_without_an_image_processor_refuses_pictures(tokenizer, tmp_path):
+async def test_a_model_without_an_image_processor_refuses_pictures(tokenizer, tmp_path):
     engine = TransformersEngine(tiny_llama(vocab_size=49152), tokenizer)
     config = config_of(tmp_path, tokenizer.name)
 
-    async def run_one():
-        made = Generator(engine, tokenizer, config, store=Blobs.of(config.out))
-        return await made.collect([Task(instance_id="t", repetition_id=0, prompt=ASK)])
-
-    (finished,) = asyncio.run(run_one())
+    made = Generator(engine, tokenizer, config, store=Blobs.of(config.out))
+    (finished,) = await made.collect([Task(instance_id="t", repetition_id=0, prompt=ASK)])
     assert finished.rule == "engine_pictures"
     assert "has no image processor" in finished.error
 

@@ -15,13 +15,7 @@ from rollout_io.cli.main import run
 from schemas.columns import metrics_dict
 from schemas.errors import RolloutError
 from tests.conftest import ROOT
-from tests.helpers.generation_helpers import (
-    HERE,
-    SpyEngine,
-    config_of,
-    generate_with,
-    write_tasks,
-)
+from tests.helpers.generation_helpers import HERE, SpyEngine, config_of, generate_with, write_tasks
 
 
 @pytest.fixture(scope="module")

@@ -7,14 +7,11 @@ from contextlib import suppress
 
 import pytest
 
-from pipelines.generation import Sampling
 from pipelines.generation.engines.http_pool import Limits
-from pipelines.generation.engines.vllm import VllmEngine
 from schemas.errors import ConfigError, RolloutError
-from tests.helpers.http_server import Server, completion, serving
+from tests.helpers.http_server import Server, completion
+from tests.helpers.vllm_engines import SAMPLING, connected
 
-FAST = Limits(backoff_s=0.01, max_backoff_s=0.04, max_attempts=6, timeout_s=5)
-SAMPLING = Sampling(max_tokens=3)
 TRANSFER = [
     "/pause?mode=keep",
     "/start_weight_update",
@@ -112,17 +109,8 @@ def weights(tmp_path):
     return str(tmp_path)
 
 
-def with_engine(servers, use, opener=None, **settings):
-    """Run `use` with an engine for the servers."""
-
-    async def run():
-        urls = [server.url for server in servers]
-        usual = {"model": "m", "limits": FAST, "logprobs_mode": "raw"}
-        senders = {"nccl": opener or Opener()}
-        async with VllmEngine(urls, senders=senders, **usual | settings) as engine:
-            await use(engine)
-
-    asyncio.run(run())
+def transferring(*servers, opener=None, **settings):
+    return connected(*servers, senders={"nccl": opener or Opener()}, **settings)
 
 
 def changes(server):
@@ -132,16 +120,13 @@ def changes(server):
     return server.paths[3:]
 
 
-def test_one_connection_transfers_every_version_while_calls_are_paused(weights):
-    async def use(engine):
+async def test_one_connection_transfers_every_version_while_calls_are_paused(weights):
+    opener, server = Opener(), Vllm()
+    async with transferring(server, opener=opener, api_key="secret") as engine:
         for version in (1, 2):
             await engine.load_weights(weights, policy_version=version)
             assert server.version == str(version)
             assert (await engine.sample([1], SAMPLING)).policy_version == version
-
-    opener = Opener()
-    with serving(Vllm()) as server:
-        with_engine([server], use, opener, api_key="secret")
     call = "/v1/completions"
     expected = ["/init_weight_transfer_engine", *TRANSFER, call, *TRANSFER, call, SHUTDOWN]
     assert changes(server) == expected
@@ -151,13 +136,11 @@ def test_one_connection_transfers_every_version_while_calls_are_paused(weights):
 
 
 @pytest.mark.parametrize("backend", [None, "ipc"])
-def test_a_server_with_no_backend_or_another_one_loads_files(backend, weights, caplog):
-    async def use(engine):
-        await engine.load_weights(weights, policy_version=1)
-
+async def test_a_server_with_no_backend_or_another_one_loads_files(backend, weights, caplog):
     caplog.set_level(logging.INFO)
-    with serving(Vllm(backend)) as files, serving(Vllm()) as other:
-        with_engine([files, other], use)
+    files, other = Vllm(backend), Vllm()
+    async with transferring(files, other) as engine:
+        await engine.load_weights(weights, policy_version=1)
     assert [path for path in files.paths if path in FILES_AFTER] == FILES
     assert [path for path in other.paths if path in TRANSFER[:4]] == TRANSFER[:4]
     assert "by transfer (nccl) to 1 server" in caplog.text
@@ -165,78 +148,70 @@ def test_a_server_with_no_backend_or_another_one_loads_files(backend, weights, c
 
 
 @pytest.mark.parametrize("route", ["/server_info?config_format=json", "/weight_info"])
-def test_a_server_that_does_not_report_its_backend_or_version_loads_files(route, weights):
-    async def use(engine):
+async def test_a_server_that_does_not_report_its_backend_or_version_loads_files(route, weights):
+    server = Vllm()
+    async with transferring(server) as engine:
         server.broken = {route}
         await engine.load_weights(weights, policy_version=1)
-
-    with serving(Vllm()) as server:
-        with_engine([server], use)
     assert server.paths[-2:] == FILES
 
 
 @pytest.mark.parametrize("broken", ["/init_weight_transfer_engine", *TRANSFER[:4]])
-def test_a_server_whose_transfer_fails_gets_no_call_until_it_has_loaded_the_files(
+async def test_a_server_whose_transfer_fails_gets_no_call_until_it_has_loaded_the_files(
     broken, weights, caplog
 ):
-    async def use(engine):
+    good, bad = Vllm(), Vllm()
+    async with transferring(good, bad) as engine:
         bad.broken = {broken}
         await engine.load_weights(weights, policy_version=1)
         bad.broken = set()
         for session in range(8):
             await engine.sample([1], SAMPLING, session=str(session))
         await engine.load_weights(weights, policy_version=2)
-
-    opener = Opener()
-    with serving(Vllm()) as good, serving(Vllm()) as bad:
-        with_engine([good, bad], use, opener)
     assert f"{bad.url}: weight transfer failed, loading the files instead" in caplog.text
     assert "it broke" in caplog.text
-    found = changes(bad)
-    until_first_call = found[: found.index("/v1/completions")]
+    paths = changes(bad)
+    until_first_call = paths[: paths.index("/v1/completions")]
     made_good = [*EMPTY_UPDATE, SHUTDOWN, *FILES_AFTER, "/weight_info"]
     if broken == "/pause?mode=keep":  # then no update begins
         made_good = [broken, *FILES_AFTER, "/weight_info"]
     assert until_first_call[-len(made_good) :] == made_good
     assert "/collective_rpc" not in good.paths
-    assert found.count("/init_weight_transfer_engine") == 2, "opened again for the next version"
+    assert paths.count("/init_weight_transfer_engine") == 2, "opened again for the next version"
     assert good.paths.count("/init_weight_transfer_engine") == 1
     assert (good.version, bad.version) == ("2", "2")
 
 
-def test_a_server_that_reports_another_version_loads_the_files(weights, caplog):
+async def test_a_server_that_reports_another_version_loads_the_files(weights, caplog):
     class Forgetful(Sender):
         def send(self, directory, policy_version):
             super().send(directory, policy_version - 1)
 
-    async def use(engine):
+    server = Vllm()
+    async with transferring(server, opener=Opener(Forgetful)) as engine:
         await engine.load_weights(weights, policy_version=5)
-
-    with serving(Vllm()) as server:
-        with_engine([server], use, Opener(Forgetful))
     assert "found weights of version 4; expected version 5" in caplog.text
     assert [path for path in changes(server) if path in FILES_AFTER][-4:] == FILES_AFTER
     assert server.version == "5"
 
 
-def test_a_sender_that_hangs_is_abandoned_when_a_request_fails(weights):
+async def test_a_sender_that_hangs_is_abandoned_when_a_request_fails(weights):
     class Stuck(Sender):
         def send(self, directory, policy_version):
             with suppress(RolloutError):
                 super().send(directory, policy_version)
             assert self.closed.wait(60), "closed as soon as a request has failed"
 
-    async def use(engine):
+    server = Vllm()
+    async with transferring(server, opener=Opener(Stuck)) as engine:
         server.broken = {"/update_weights"}
         await engine.load_weights(weights, policy_version=1)
-
-    with serving(Vllm()) as server:
-        with_engine([server], use, Opener(Stuck))
     assert server.version == "1"
 
 
-def test_running_calls_wait_for_the_transfer_even_if_they_fill_all_slots(weights):
-    async def use(engine):
+async def test_running_calls_wait_for_the_transfer_even_if_they_fill_all_slots(weights):
+    server = Vllm()
+    async with transferring(server, limits=Limits(max_concurrent=2, timeout_s=20)) as engine:
         server.running.clear()
         calls = [asyncio.ensure_future(engine.sample([1], SAMPLING)) for _ in range(2)]
         while server.paths.count("/v1/completions") < 2:
@@ -244,20 +219,16 @@ def test_running_calls_wait_for_the_transfer_even_if_they_fill_all_slots(weights
         await engine.load_weights(weights, policy_version=1)
         assert [s.policy_version for s in await asyncio.gather(*calls)] == [0, 0]
 
-    with serving(Vllm()) as server:
-        with_engine([server], use, limits=Limits(max_concurrent=2, timeout_s=20))
 
-
-def test_a_cancelled_load_finishes_first_so_that_no_server_is_left_paused(weights):
+async def test_a_cancelled_load_finishes_first_so_that_no_server_is_left_paused(weights):
     class Slow(Sender):
         def send(self, directory, policy_version):
             begun.set()
             assert goes_on.wait(60)
             super().send(directory, policy_version)
 
-    begun, goes_on = threading.Event(), threading.Event()
-
-    async def use(engine):
+    begun, goes_on, server = threading.Event(), threading.Event(), Vllm()
+    async with transferring(server, opener=Opener(Slow)) as engine:
         load = asyncio.ensure_future(engine.load_weights(weights, policy_version=1))
         await asyncio.to_thread(begun.wait)
         load.cancel()
@@ -266,38 +237,36 @@ def test_a_cancelled_load_finishes_first_so_that_no_server_is_left_paused(weight
         with pytest.raises(asyncio.CancelledError):
             await load
         assert server.running.is_set()
-
-    with serving(Vllm()) as server:
-        with_engine([server], use, Opener(Slow))
     assert server.version == "1"
 
 
-def test_a_server_paused_by_an_interrupted_transfer_is_refused_at_once():
-    with serving(Vllm()) as server:
-        server.running.clear()
-        with pytest.raises(RolloutError, match="is paused") as error:
-            with_engine([server], None)
+async def test_a_server_paused_by_an_interrupted_transfer_is_refused_at_once():
+    server = Vllm()
+    server.running.clear()
+    with pytest.raises(RolloutError, match="is paused") as error:
+        async with transferring(server):
+            pass
     assert (error.value.rule, error.value.hint) == ("engine_refused", "restart the server")
 
 
-def test_a_sender_that_cannot_be_opened_here_ends_the_run_and_leaves_no_server_paused(weights):
+async def test_a_sender_that_cannot_be_opened_here_ends_the_run_and_leaves_no_server_paused(
+    weights,
+):
     def unusable(*_):
         raise ConfigError("sampling", "here", "nothing")
 
-    async def use(engine):
-        await engine.load_weights(weights, policy_version=1)
-
-    with serving(Vllm()) as server, pytest.raises(ConfigError):
-        with_engine([server], use, unusable)
+    server = Vllm()
+    with pytest.raises(ConfigError):
+        async with transferring(server, opener=unusable) as engine:
+            await engine.load_weights(weights, policy_version=1)
     assert changes(server) == []
 
 
-def test_an_error_is_raised_if_no_server_gets_the_weights_either_way(weights):
-    async def use(engine):
-        server.broken = {"/update_weights", "/collective_rpc"}
-        await engine.load_weights(weights, policy_version=1)
-
-    with serving(Vllm()) as server, pytest.raises(RolloutError, match="collective_rpc") as error:
-        with_engine([server], use)
+async def test_an_error_is_raised_if_no_server_gets_the_weights_either_way(weights):
+    server = Vllm()
+    server.broken = {"/update_weights", "/collective_rpc"}
+    with pytest.raises(RolloutError, match="collective_rpc") as error:
+        async with transferring(server) as engine:
+            await engine.load_weights(weights, policy_version=1)
     assert error.value.rule == "engine_down"
     assert not server.running.is_set()

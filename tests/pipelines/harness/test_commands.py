@@ -127,20 +127,16 @@ def test_what_is_no_harness_is_refused(harness):
 @pytest.mark.parametrize(
     ("words", "url"), [("{base_url}", "https://judge"), ("", "http://policy/v1")]
 )
-def test_a_command_that_is_told_its_base_url_keeps_the_address_of_its_judge(
+async def test_a_command_that_is_told_its_base_url_keeps_the_address_of_its_judge(
     words, url, monkeypatch
 ):
     monkeypatch.setenv("OPENAI_BASE_URL", "https://judge")
     monkeypatch.setenv("OPENAI_API_KEY", "judge's key")
     says = 'echo "{\\"reward\\": 1, \\"error\\": \\"$OPENAI_BASE_URL $OPENAI_API_KEY\\"}"'
-
-    async def main():
-        with Watch() as watch:
-            harness = find_harness(f"sh -c '{says}' {words}")
-            endpoint = Endpoint(base_url="http://policy/v1", model="m")
-            return await harness.run(endpoint, TASK, 60.0, watch)
-
-    assert asyncio.run(main()).error == f"{url} judge's key"
+    with Watch() as watch:
+        harness = find_harness(f"sh -c '{says}' {words}")
+        endpoint = Endpoint(base_url="http://policy/v1", model="m")
+        assert (await harness.run(endpoint, TASK, 60.0, watch)).error == f"{url} judge's key"
 
 
 def test_a_credential_that_a_command_prints_is_not_in_the_error():
@@ -229,22 +225,19 @@ def is_running(pid):
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
-def test_a_command_that_is_cancelled_ends_with_all_of_its_processes(tmp_path, monkeypatch):
+async def test_a_command_that_is_cancelled_ends_with_all_of_its_processes(tmp_path, monkeypatch):
     monkeypatch.setattr("pipelines.harness.commands._STOP_S", 0.5)
     script = "sleep 60 & echo $! > pids; trap '' TERM; echo $$ >> pids; wait; sleep 60"
     pids = tmp_path / "pids"
 
-    async def main():
-        with Watch() as watch:
-            words = ["sh", "-c", f"cd {tmp_path}; {script}"]
-            given = {"folder": tmp_path, "timeout_s": 60, "watch": watch, "where": "t"}
-            running = asyncio.create_task(run_command(words, {}, **given))
-            while not pids.exists() or len(pids.read_text().split()) < 2:
-                await asyncio.sleep(0.02)
-            running.cancel()
-            await asyncio.wait({running})
-
-    asyncio.run(main())
+    with Watch() as watch:
+        words = ["sh", "-c", f"cd {tmp_path}; {script}"]
+        given = {"folder": tmp_path, "timeout_s": 60, "watch": watch, "where": "t"}
+        running = asyncio.create_task(run_command(words, {}, **given))
+        while not pids.exists() or len(pids.read_text().split()) < 2:
+            await asyncio.sleep(0.02)
+        running.cancel()
+        await asyncio.wait({running})
     deadline = time.monotonic() + 20
     found = [int(pid) for pid in pids.read_text().split()]
     while any(map(is_running, found)) and time.monotonic() < deadline:

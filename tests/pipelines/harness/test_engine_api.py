@@ -33,10 +33,7 @@ def engine(tokenizer):
 @asynccontextmanager
 async def served(engine, tokenizer):
     app = EngineApp(engine, tokenizer, "smollm2")
-    async with (
-        answering_at(app) as url,
-        httpx2.AsyncClient(base_url=url, timeout=60) as client,
-    ):
+    async with answering_at(app) as url, httpx2.AsyncClient(base_url=url, timeout=60) as client:
         client.root = url
         yield client
 

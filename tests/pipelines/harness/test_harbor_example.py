@@ -1,10 +1,6 @@
 """The harness for Harbor's trials: its outcomes are those of SkyRL's Harbor generator."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -15,7 +11,7 @@ from pipelines.harness.launchers import outcome_of as checked
 from schemas.errors import RolloutError
 
 
-def result(kind: str | None = None, rewards: dict[str, float] | None = None, turns: Any = 3) -> Any:
+def result(kind=None, rewards=None, turns=3):
     exception = None
     if kind is not None:
         exception = SimpleNamespace(exception_type=kind, exception_message="because")
@@ -26,13 +22,13 @@ def result(kind: str | None = None, rewards: dict[str, float] | None = None, tur
     )
 
 
-def test_a_trial_has_the_reward_of_its_verifier() -> None:
+def test_a_trial_has_the_reward_of_its_verifier():
     found = checked(EXAMPLE.outcome_of(result(rewards={"reward": 0.5})), "t")
     assert (found.reward, found.error) == (0.5, None)
     assert found.metrics == {"num_turns": 3.0, "context_length_exceeded": 0.0}
 
 
-def test_a_trial_that_exceeds_the_context_has_reward_0_whatever_its_verifier_says() -> None:
+def test_a_trial_that_exceeds_the_context_has_reward_0_whatever_its_verifier_says():
     for rewards in (None, {"reward": 1.0}):
         found = checked(EXAMPLE.outcome_of(result("ContextLengthExceededError", rewards)), "t")
         assert (found.reward, found.error) == (0.0, None)
@@ -40,7 +36,7 @@ def test_a_trial_that_exceeds_the_context_has_reward_0_whatever_its_verifier_say
         assert found.stop_reason in RAN_OUT_OF_TOKENS
 
 
-def test_an_error_of_the_agent_keeps_the_reward_of_the_verifier() -> None:
+def test_an_error_of_the_agent_keeps_the_reward_of_the_verifier():
     found = checked(EXAMPLE.outcome_of(result("NonZeroAgentExitCodeError", {"reward": 1.0})), "t")
     assert (found.reward, found.error) == (1.0, None)
 
@@ -53,20 +49,20 @@ def test_an_error_of_the_agent_keeps_the_reward_of_the_verifier() -> None:
         ("NonZeroAgentExitCodeError", {}),
     ],
 )
-def test_time_outs_and_failures_without_a_verdict_have_no_reward(kind: str, rewards: Any) -> None:
+def test_time_outs_and_failures_without_a_verdict_have_no_reward(kind, rewards):
     found = checked(EXAMPLE.outcome_of(result(kind, rewards)), "t")
     assert found.reward is None
     assert found.error == f"{kind}: because"
 
 
-def test_a_trial_without_a_reward_has_failed() -> None:
+def test_a_trial_without_a_reward_has_failed():
     for rewards in (None, {}, {"other": 1.0}):
         found = checked(EXAMPLE.outcome_of(result(rewards=rewards)), "t")
         assert found.reward is None
         assert "verifier" in (found.error or "")
 
 
-def test_a_trial_has_the_endpoint_and_the_other_settings_of_its_file() -> None:
+def test_a_trial_has_the_endpoint_and_the_other_settings_of_its_file():
     given = {"agent": {"kwargs": {"max_turns": 9}}, "environment": {"type": "docker"}}
     made = EXAMPLE.trial_settings(given, "/tasks/a", "http://h/v1", "models/policy")
     assert made["task"] == {"path": "/tasks/a"}
@@ -77,7 +73,7 @@ def test_a_trial_has_the_endpoint_and_the_other_settings_of_its_file() -> None:
     assert given == {"agent": {"kwargs": {"max_turns": 9}}, "environment": {"type": "docker"}}
 
 
-def test_task_directories_are_a_dataset(tmp_path: Path) -> None:
+def test_task_directories_are_a_dataset(tmp_path):
     for name in ("b", "a"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "instruction.md").write_text(f"Do {name}.", encoding="utf-8")

@@ -125,10 +125,7 @@ def test_a_command_line_trains_online_and_its_secrets_are_written_nowhere(tmp_pa
     written = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert written
     assert not [path for path in written if b"sk-secret-1" in path.read_bytes()]
-    rl.run(
-        harness_config(tmp_path, model, harness, num_iterations=2),
-        resume=True,
-    )
+    rl.run(harness_config(tmp_path, model, harness, num_iterations=2), resume=True)
 
 
 @pytest.mark.slow

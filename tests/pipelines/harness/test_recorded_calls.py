@@ -62,48 +62,39 @@ async def calling(engine, tokenizer, turn=None, /, **settings):
         yield calls, opened, endpoint, client
 
 
-def test_only_the_calls_of_a_trajectory_that_is_open_are_answered(tokenizer):
-    async def main():
-        async with calling(Scripted(tokenizer, "one"), tokenizer) as (calls, _, endpoint, client):
-            url = f"{endpoint.base_url}/chat/completions"
-            token = endpoint.base_url.split("/")[-3]
-            others = [url.replace(token, "0" * 16), f"{calls.url}/v1/chat/completions"]
-            found = [(await client.post(u, json=CHAT)).status_code for u in (url, *others)]
-            for path in ("end", "../../../sessions", "../../../policy_version"):
-                target = f"{endpoint.base_url.removesuffix('v1')}{path}"
-                found.append((await client.post(target, json={"reward": 9.0})).status_code)
-            task = Task(instance_id="x", repetition_id=0, prompt=ASK)
-            async with calls.trajectory(task, config_of()) as (_, ended):
-                pass
-            late = await client.post(f"{ended.base_url}/chat/completions", json=CHAT)
-            return [*found, late.status_code]
-
-    assert asyncio.run(main()) == [200, 403, 403, 404, 403, 403, 403]
+async def test_only_the_calls_of_a_trajectory_that_is_open_are_answered(tokenizer):
+    async with calling(Scripted(tokenizer, "one"), tokenizer) as (calls, _, endpoint, client):
+        url = f"{endpoint.base_url}/chat/completions"
+        token = endpoint.base_url.split("/")[-3]
+        others = [url.replace(token, "0" * 16), f"{calls.url}/v1/chat/completions"]
+        found = [(await client.post(u, json=CHAT)).status_code for u in (url, *others)]
+        for path in ("end", "../../../sessions", "../../../policy_version"):
+            target = f"{endpoint.base_url.removesuffix('v1')}{path}"
+            found.append((await client.post(target, json={"reward": 9.0})).status_code)
+        task = Task(instance_id="x", repetition_id=0, prompt=ASK)
+        async with calls.trajectory(task, config_of()) as (_, ended):
+            pass
+        late = await client.post(f"{ended.base_url}/chat/completions", json=CHAT)
+        assert [*found, late.status_code] == [200, 403, 403, 404, 403, 403, 403]
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1"])
-def test_only_loopback_serves_requests_without_the_token_of_their_trajectory(tokenizer, host):
-    async def main():
-        engine = Scripted(tokenizer, "one")
-        async with calling(engine, tokenizer, host=host) as (calls, _, endpoint, client):
-            task = Task(instance_id="x", repetition_id=0, prompt=ASK)
-            async with calls.trajectory(task, config_of()) as (_, other):
-                found = []
-                for key in (endpoint.api_key, None, "wrong", "none", other.api_key):
-                    headers = {} if key is None else {"authorization": f"Bearer {key}"}
-                    for path in ("chat/completions", "models"):
-                        url, body = (
-                            f"{endpoint.base_url}/{path}",
-                            CHAT if path != "models" else None,
-                        )
-                        how = "GET" if body is None else "POST"
-                        asked = await client.request(how, url, json=body, headers=headers)
-                        found.append(asked.status_code)
-                lost = endpoint.base_url.replace(endpoint.base_url.split("/")[-3], "0" * 16)
-                found.append((await client.get(f"{lost}/models")).status_code)
-            return found, endpoint.api_key, engine
-
-    found, key, engine = asyncio.run(main())
+async def test_only_loopback_serves_requests_without_the_token_of_their_trajectory(tokenizer, host):
+    engine = Scripted(tokenizer, "one")
+    async with calling(engine, tokenizer, host=host) as (calls, _, endpoint, client):
+        task = Task(instance_id="x", repetition_id=0, prompt=ASK)
+        async with calls.trajectory(task, config_of()) as (_, other):
+            found = []
+            for key in (endpoint.api_key, None, "wrong", "none", other.api_key):
+                headers = {} if key is None else {"authorization": f"Bearer {key}"}
+                for path in ("chat/completions", "models"):
+                    url, body = (f"{endpoint.base_url}/{path}", CHAT if path != "models" else None)
+                    how = "GET" if body is None else "POST"
+                    asked = await client.request(how, url, json=body, headers=headers)
+                    found.append(asked.status_code)
+            lost = endpoint.base_url.replace(endpoint.base_url.split("/")[-3], "0" * 16)
+            found.append((await client.get(f"{lost}/models")).status_code)
+        key = endpoint.api_key
     if host == "127.0.0.1":
         assert found == [200] * 10 + [403]
         assert key == "none"
@@ -113,24 +104,21 @@ def test_only_loopback_serves_requests_without_the_token_of_their_trajectory(tok
     assert len(engine.asked) == (1 if host != "127.0.0.1" else 5)
 
 
-def test_the_endpoint_has_the_port_and_the_model_of_the_configuration(tokenizer):
+async def test_the_endpoint_has_the_port_and_the_model_of_the_configuration(tokenizer):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     settings = {"port": port, "served_model_name": "policy"}
 
-    async def main():
-        engine = Scripted(tokenizer, "one")
-        async with calling(engine, tokenizer, **settings) as (_, _, endpoint, client):
-            models = (await client.get(f"{endpoint.base_url}/models")).json()
-            url, statuses = f"{endpoint.base_url}/chat/completions", []
-            for model in ("policy", "gpt-5"):
-                answer = await client.post(url, json=CHAT | {"model": model})
-                statuses.append(answer.status_code)
-            assert statuses == [200, 404]
-            return endpoint, [model["id"] for model in models["data"]]
-
-    endpoint, names = asyncio.run(main())
+    engine = Scripted(tokenizer, "one")
+    async with calling(engine, tokenizer, **settings) as (_, _, endpoint, client):
+        models = (await client.get(f"{endpoint.base_url}/models")).json()
+        url, statuses = f"{endpoint.base_url}/chat/completions", []
+        for model in ("policy", "gpt-5"):
+            answer = await client.post(url, json=CHAT | {"model": model})
+            statuses.append(answer.status_code)
+        assert statuses == [200, 404]
+        names = [model["id"] for model in models["data"]]
     assert endpoint.base_url.startswith(f"http://127.0.0.1:{port}/s/")
     assert names == [endpoint.model] == ["policy"]
 
@@ -186,38 +174,27 @@ class CallsTheEndpoint:
         return output
 
 
-def test_a_generator_gets_the_url_of_the_engine(tokenizer):
+async def test_a_generator_gets_the_url_of_the_engine(tokenizer):
     settings = {"harness": None, "generator": f"{__name__}:CallsTheEndpoint"}
     config = config_of(**settings, served_model_name="policy")
 
-    async def main():
-        engine = Scripted(tokenizer, "one")
-        async with open_calls(config, engine, tokenizer) as endpoint:
-            (finished,) = await Generator(engine, tokenizer, config, endpoint).collect([TASK])
-        return finished
-
-    finished = asyncio.run(main())
+    engine = Scripted(tokenizer, "one")
+    async with open_calls(config, engine, tokenizer) as endpoint:
+        (finished,) = await Generator(engine, tokenizer, config, endpoint).collect([TASK])
     assert finished.error is None
     assert finished.rows["reward"].to_pylist() == [1.0]
 
 
-def test_what_a_request_leaves_out_is_as_the_configuration_has_it(tokenizer):
+async def test_what_a_request_leaves_out_is_as_the_configuration_has_it(tokenizer):
     engine = Scripted(tokenizer, "one")
     settings = {"temperature": 0.5, "top_k": 9, "seed": 4, "max_response_tokens": 20}
 
-    async def main():
-        async with calling(engine, tokenizer, **settings) as (calls, opened, _, client):
-            for fields in (
-                {},
-                {"temperature": 0.9, "max_tokens": 99},
-                {"max_completion_tokens": 5},
-            ):
-                answer = await client.post("v1/chat/completions", json=CHAT | fields)
-                assert answer.json()["model"] == "m"
-                assert answer.json()["choices"][0]["logprobs"] is None
-            return await calls.steps(opened, outcome_of(1.0, "t"))
-
-    steps, fault = asyncio.run(main())
+    async with calling(engine, tokenizer, **settings) as (calls, opened, _, client):
+        for fields in ({}, {"temperature": 0.9, "max_tokens": 99}, {"max_completion_tokens": 5}):
+            answer = await client.post("v1/chat/completions", json=CHAT | fields)
+            assert answer.json()["model"] == "m"
+            assert answer.json()["choices"][0]["logprobs"] is None
+        steps, fault = await calls.steps(opened, outcome_of(1.0, "t"))
     assert fault is None
     assert [round(step.temperature, 3) for step in steps] == [0.5, 0.9, 0.5]
     assert [step.reward for step in steps] == [0.0, 0.0, 1.0]
@@ -270,7 +247,7 @@ def test_steps_are_those_that_the_recorder_writes_of_the_same_calls(tokenizer, t
         assert {name: found[name] for name in row} == row
 
 
-def test_a_row_has_the_version_of_the_weights_that_answered(tokenizer):
+async def test_a_row_has_the_version_of_the_weights_that_answered(tokenizer):
     class Queued(Scripted):
         """Gets new weights while a call waits."""
 
@@ -278,17 +255,15 @@ def test_a_row_has_the_version_of_the_weights_that_answered(tokenizer):
             self.policy_version += 1
             return await super().sample(*given, **named)
 
-    async def main():
-        async with calling(Queued(tokenizer, "one"), tokenizer) as (calls, opened, _, client):
-            for _ in range(2):
-                await client.post("v1/chat/completions", json=CHAT)
-            return (await calls.steps(opened, outcome_of(1.0, "t")))[0]
-
-    assert [step.policy_version for step in asyncio.run(main())] == [2, 3]
+    async with calling(Queued(tokenizer, "one"), tokenizer) as (calls, opened, _, client):
+        for _ in range(2):
+            await client.post("v1/chat/completions", json=CHAT)
+        steps, _ = await calls.steps(opened, outcome_of(1.0, "t"))
+    assert [step.policy_version for step in steps] == [2, 3]
 
 
 @pytest.mark.slow
-def test_new_weights_wait_for_the_calls_under_way_and_the_others_for_them(tokenizer):
+async def test_new_weights_wait_for_the_calls_under_way_and_the_others_for_them(tokenizer):
     events = []
 
     class Slow(Scripted):
@@ -302,41 +277,36 @@ def test_new_weights_wait_for_the_calls_under_way_and_the_others_for_them(tokeni
             events.append(path)
             self.policy_version = policy_version
 
-    async def main():
-        gate = WeightSwapEngine(Slow(tokenizer, "one"), waits=True)
-        async with calling(gate.engine, tokenizer, gate.turn) as (calls, opened, _, client):
-            first = asyncio.create_task(client.post("v1/chat/completions", json=CHAT))
-            while not events:
-                await asyncio.sleep(0.01)
-            loading = asyncio.create_task(gate.load_weights("weights", policy_version=2))
-            await asyncio.sleep(0.05)
-            await client.post("v1/chat/completions", json=CHAT)
-            await asyncio.gather(first, loading)
-            return (await calls.steps(opened, outcome_of(1.0, "t")))[0]
-
-    assert [step.policy_version for step in asyncio.run(main())] == [1, 2]
+    gate = WeightSwapEngine(Slow(tokenizer, "one"), waits=True)
+    async with calling(gate.engine, tokenizer, gate.turn) as (calls, opened, _, client):
+        first = asyncio.create_task(client.post("v1/chat/completions", json=CHAT))
+        while not events:
+            await asyncio.sleep(0.01)
+        loading = asyncio.create_task(gate.load_weights("weights", policy_version=2))
+        await asyncio.sleep(0.05)
+        await client.post("v1/chat/completions", json=CHAT)
+        await asyncio.gather(first, loading)
+        steps, _ = await calls.steps(opened, outcome_of(1.0, "t"))
+    assert [step.policy_version for step in steps] == [1, 2]
     assert events == ["call", "answer", "weights", "call", "answer"]
 
 
-def test_calls_under_way_end_with_their_trajectory_and_nothing_of_it_stays(tokenizer):
+async def test_calls_under_way_end_with_their_trajectory_and_nothing_of_it_stays(tokenizer):
     class Hanging(Scripted):
         async def sample(self, *_, **__):
             await asyncio.sleep(60)
 
-    async def main():
-        async with calling(Hanging(tokenizer, "one"), tokenizer) as (calls, opened, _, client):
-            call = asyncio.create_task(client.post("v1/chat/completions", json=CHAT))
-            while not opened.running:
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.1)
-            await opened.end_calls()
-            answer = await call
-            assert not opened.session.places
-        assert list(calls._recorder.sessions) == []
-        assert not Path(calls.watch.folder).exists()
-        return answer.status_code
-
-    assert asyncio.run(main()) == 500
+    async with calling(Hanging(tokenizer, "one"), tokenizer) as (calls, opened, _, client):
+        call = asyncio.create_task(client.post("v1/chat/completions", json=CHAT))
+        while not opened.running:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        await opened.end_calls()
+        answer = await call
+        assert not opened.session.places
+    assert list(calls._recorder.sessions) == []
+    assert not Path(calls.watch.folder).exists()
+    assert answer.status_code == 500
 
 
 @pytest.mark.slow
@@ -365,7 +335,7 @@ def test_a_generator_without_a_server_for_calls_says_so(tokenizer):
 
 
 @pytest.mark.parametrize("leaves_first", [True, False])
-def test_a_stream_that_is_cut_off_when_its_harness_ends_is_a_step(tokenizer, leaves_first):
+async def test_a_stream_that_is_cut_off_when_its_harness_ends_is_a_step(tokenizer, leaves_first):
     """Its client leaves and its trajectory ends at the same time: each of them ends the call."""
 
     async def cut_off(opened, client):
@@ -380,40 +350,34 @@ def test_a_stream_that_is_cut_off_when_its_harness_ends_is_a_step(tokenizer, lea
         await asyncio.sleep(0.05)
         await asyncio.gather(opened.end_calls(), *endings)
 
-    async def main():
-        async with answering_at(FakeEngine(num_tokens=600, gap_s=0.01)) as url:
-            engine, own = Scripted(tokenizer, "one"), {"engine": "vllm", "urls": (url,)}
-            async with calling(engine, tokenizer, **own) as (calls, opened, _, client):
-                journal = calls._recorder.journal
-                write = journal._write_all
-                journal._write_all = lambda lines: (time.sleep(0.2), write(lines))[1]  # a slow disk
-                await cut_off(opened, client)
-                return await calls.steps(opened, outcome_of(1.0, "t"))
-
-    steps, fault = asyncio.run(main())
+    async with answering_at(FakeEngine(num_tokens=600, gap_s=0.01)) as url:
+        engine, own = Scripted(tokenizer, "one"), {"engine": "vllm", "urls": (url,)}
+        async with calling(engine, tokenizer, **own) as (calls, opened, _, client):
+            journal = calls._recorder.journal
+            write = journal._write_all
+            journal._write_all = lambda lines: (time.sleep(0.2), write(lines))[1]  # a slow disk
+            await cut_off(opened, client)
+            steps, fault = await calls.steps(opened, outcome_of(1.0, "t"))
     assert fault is None
     assert [(step.stop_reason, step.reward) for step in steps] == [("abort", 1.0)]
 
 
-def test_a_call_that_waited_for_new_weights_is_salted_with_their_version(tokenizer):
+async def test_a_call_that_waited_for_new_weights_is_salted_with_their_version(tokenizer):
     class Loading(Scripted):
         async def load_weights(self, _, *, policy_version):
             await asyncio.sleep(0.3)
             self.policy_version = policy_version
 
-    async def main():
-        app = FakeEngine()
-        async with answering_at(app) as url:
-            gate = WeightSwapEngine(Loading(tokenizer, "one"), waits=True)
-            own = {"engine": "vllm", "urls": (url,)}
-            async with calling(gate.engine, tokenizer, gate.turn, **own) as (_, _, _, client):
-                loading = asyncio.create_task(gate.load_weights("weights", policy_version=2))
-                await asyncio.sleep(0.05)
-                await client.post("v1/chat/completions", json=CHAT)
-                await loading
-        return [request["cache_salt"] for request in app.requests]
-
-    assert asyncio.run(main()) == ["policy_version=2"]
+    app = FakeEngine()
+    async with answering_at(app) as url:
+        gate = WeightSwapEngine(Loading(tokenizer, "one"), waits=True)
+        own = {"engine": "vllm", "urls": (url,)}
+        async with calling(gate.engine, tokenizer, gate.turn, **own) as (_, _, _, client):
+            loading = asyncio.create_task(gate.load_weights("weights", policy_version=2))
+            await asyncio.sleep(0.05)
+            await client.post("v1/chat/completions", json=CHAT)
+            await loading
+    assert [request["cache_salt"] for request in app.requests] == ["policy_version=2"]
 
 
 @pytest.mark.parametrize(
@@ -424,17 +388,14 @@ def test_a_call_that_waited_for_new_weights_is_salted_with_their_version(tokeniz
         b'{"messages": [{"role": "user", "content": "Hi"}], "echo": true}',
     ],
 )
-def test_a_call_that_could_not_be_recorded_is_not_answered(body, tokenizer):
-    async def main():
-        app = FakeEngine()
-        async with answering_at(app) as url:
-            own = {"engine": "vllm", "urls": (url,)}
-            async with calling(Scripted(tokenizer, "one"), tokenizer, **own) as (*_, client):
-                answer = await client.post("v1/chat/completions", content=body)
-        assert app.requests == []
-        return answer.status_code, answer.json()["error"]["type"]
-
-    assert asyncio.run(main()) == (400, "engine_request")
+async def test_a_call_that_could_not_be_recorded_is_not_answered(body, tokenizer):
+    app = FakeEngine()
+    async with answering_at(app) as url:
+        own = {"engine": "vllm", "urls": (url,)}
+        async with calling(Scripted(tokenizer, "one"), tokenizer, **own) as (*_, client):
+            answer = await client.post("v1/chat/completions", content=body)
+    assert app.requests == []
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "engine_request")
 
 
 @pytest.mark.parametrize(("asked", "sent"), [("99999", 16), ("9", "9"), (9, 9), (99999.0, 16)])
@@ -500,17 +461,14 @@ CONTENTS = {"contents": [{"role": "user", "parts": [{"text": ASK[0]["content"]}]
         ),
     ],
 )
-def test_calls_in_the_dialects_of_harnesses_are_steps_of_the_trajectory(
+async def test_calls_in_the_dialects_of_harnesses_are_steps_of_the_trajectory(
     tokenizer, path, body, text
 ):
-    async def main():
-        engine = Scripted(tokenizer, "one")
-        async with calling(engine, tokenizer) as (calls, opened, _, client):
-            answer = await client.post(path, json=body)
-            assert answer.status_code == 200
-            return text(answer.json()), (await calls.steps(opened, outcome_of(0.5, "t")))[0]
-
-    said, (step,) = asyncio.run(main())
+    engine = Scripted(tokenizer, "one")
+    async with calling(engine, tokenizer) as (calls, opened, _, client):
+        answer = await client.post(path, json=body)
+        assert answer.status_code == 200
+        said, (step,) = text(answer.json()), (await calls.steps(opened, outcome_of(0.5, "t")))[0]
     assert said == "one"
     assert len(msgspec.json.decode(step.response_ids)) == len(step.rollout_logprobs) > 0
     assert msgspec.json.decode(step.messages)[: len(ASK)] == ASK

@@ -82,10 +82,6 @@ def test_the_worked_example_becomes_one_row_with_an_untrained_observation():
     ]
 
 
-def test_the_worked_example_comes_back_from_unmerge():
-    assert unmerge(merge(STEPS)).drop("segments").collect().equals(STEPS.collect())
-
-
 @pytest.mark.parametrize(
     ("column", "values"),
     [
@@ -168,13 +164,6 @@ def test_merging_equals_the_greedy_rule_on_plain_lists(table, rule, encoded):
     rows = merge_table(encode_prefixes(table) if encoded else table, rule).to_pylist()
     got = [(r["prompt_token_ids"], r["response_ids"], r["loss_mask"]) for r in rows]
     assert got == [(w["prompt"], w["response"], w["mask"]) for w in wanted]
-
-
-@pytest.mark.slow
-@given(rollout_tables(max_steps=7), RULES)
-@relaxed
-def test_merging_from_the_prefix_columns_equals_merging_from_full_prompts(table, rule):
-    assert merge_table(encode_prefixes(table), rule).equals(merge_table(table, rule))
 
 
 def test_a_fork_within_a_response_gets_the_shared_prompt_and_response_tokens():
@@ -291,12 +280,6 @@ def test_an_outcome_goes_to_the_last_step_and_a_missing_one_stays_unknown():
     assert place_outcomes(STEPS, none).collect()["reward"].to_list() == [None, None]
 
 
-def test_returns_of_the_worked_example():
-    row = merge(STEPS)
-    assert trajectory_returns(row, "last").collect()["return"].to_list() == [1.0]
-    assert trajectory_returns(row, "sum").collect()["return"].to_list() == [1.5]
-
-
 INTERLEAVED = {
     "instance_id": ["a"] * 4,
     "repetition_id": pa.array([0] * 4, pa.int32()),
@@ -315,10 +298,7 @@ def test_a_sub_agent_between_two_turns_breaks_the_consecutive_rule_and_not_the_l
     table = pa.table(INTERLEAVED)
     assert merge_table(table, "consecutive").num_rows == 4
     rows = merge_table(table, "lineage").to_pylist()
-    assert [r["prompt_token_ids"] + r["response_ids"] for r in rows] == [
-        [1, 2, 3, 4],
-        [7, 8, 9, 5],
-    ]
+    assert [r["prompt_token_ids"] + r["response_ids"] for r in rows] == [[1, 2, 3, 4], [7, 8, 9, 5]]
     assert [[s["step_index"] for s in r["segments"]] for r in rows] == [[0, 2], [1, 3]]
     assert unmerge_table(merge_table(table)).select(table.column_names).equals(table)
 

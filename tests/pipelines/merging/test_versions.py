@@ -2,7 +2,6 @@
 
 from itertools import groupby
 
-import pyarrow as pa
 from hypothesis import given
 
 import pipelines
@@ -14,7 +13,7 @@ LISTS = ("response_ids", "loss_mask", "policy_versions", "rollout_logprobs", "sa
 
 
 @given(rollout_tables(optional=COLUMNS, user_column=False))
-def test_a_row_is_split_where_its_version_changes_and_nowhere_else(table: pa.Table) -> None:
+def test_a_row_is_split_where_its_version_changes_and_nowhere_else(table):
     found = split_versions(table).to_pylist()
     expected = []
     for row in table.to_pylist():
@@ -35,7 +34,7 @@ def test_a_row_is_split_where_its_version_changes_and_nowhere_else(table: pa.Tab
 
 
 @given(rollout_tables(optional=COLUMNS, user_column=False))
-def test_merged_rows_keep_the_version_of_every_sampled_token(table: pa.Table) -> None:
+def test_merged_rows_keep_the_version_of_every_sampled_token(table):
     merged = pipelines.merge(table).collect()
     assert pipelines.unmerge(merged).collect().to_arrow().column("policy_versions").to_pylist() == (
         table.column("policy_versions").to_pylist()

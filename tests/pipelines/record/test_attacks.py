@@ -25,14 +25,6 @@ LENGTH = b"Content-Length: %d\r\n" % len(BODY)
 IN_CHUNKS = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n" % (len(BODY), BODY)
 
 
-@pytest.fixture(scope="module")
-def engine():
-    app = FakeEngine()
-    with running(app) as url:
-        app.url = url
-        yield app
-
-
 @pytest.mark.parametrize(
     "request_",
     [
@@ -47,17 +39,14 @@ def engine():
         pytest.param(POST.replace(b"\r\n", b"\n") + LENGTH + b"\n" + BODY, id="bare line feeds"),
     ],
 )
-def test_a_request_whose_end_two_servers_could_tell_differently_is_refused(
+async def test_a_request_whose_end_two_servers_could_tell_differently_is_refused(
     engine, tmp_path, request_
 ):
-    async def main():
-        num_before = len(engine.requests)
-        async with recording(tmp_path / "ds", engine.url) as client:
-            assert (await asked_raw(client.root, request_)).startswith("HTTP/1.1 400 ")
-            assert list(client.recorder.sessions) == []
-        assert len(engine.requests) == num_before
-
-    asyncio.run(main())
+    num_before = len(engine.requests)
+    async with recording(tmp_path / "ds", engine.url) as client:
+        assert (await asked_raw(client.root, request_)).startswith("HTTP/1.1 400 ")
+        assert list(client.recorder.sessions) == []
+    assert len(engine.requests) == num_before
 
 
 ENDLESS = {
@@ -97,16 +86,13 @@ def test_no_request_without_an_end_makes_the_recorder_grow(tmp_path):
         assert httpx2.get(f"{url}/health").json()["status"] == "ok"
 
 
-def test_headers_that_are_too_long_are_a_431(engine, tmp_path):
-    async def main():
-        async with recording(tmp_path / "ds", engine.url) as client:
-            said = await asked_raw(client.root, POST + b"X: " + b"x" * (65 << 10))
-            assert said.startswith("HTTP/1.1 431 ")
-            assert '"type":"head_size"' in said
-            good = request_of("GET", "/health", [("Host", "localhost"), ("X", "x" * (60 << 10))])
-            assert (await asked_raw(client.root, good)).startswith("HTTP/1.1 200 ")
-
-    asyncio.run(main())
+async def test_headers_that_are_too_long_are_a_431(engine, tmp_path):
+    async with recording(tmp_path / "ds", engine.url) as client:
+        said = await asked_raw(client.root, POST + b"X: " + b"x" * (65 << 10))
+        assert said.startswith("HTTP/1.1 431 ")
+        assert '"type":"head_size"' in said
+        good = request_of("GET", "/health", [("Host", "localhost"), ("X", "x" * (60 << 10))])
+        assert (await asked_raw(client.root, good)).startswith("HTTP/1.1 200 ")
 
 
 @pytest.mark.parametrize(
@@ -117,17 +103,16 @@ def test_headers_that_are_too_long_are_a_431(engine, tmp_path):
         (POST + LENGTH + b"\r\n" + BODY[:3], "body_timeout"),
     ],
 )
-def test_a_request_that_does_not_come_is_not_waited_for(engine, tmp_path, monkeypatch, sent, rule):
+async def test_a_request_that_does_not_come_is_not_waited_for(
+    engine, tmp_path, monkeypatch, sent, rule
+):
     monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.2)
     monkeypatch.setattr(http_app, "BODY_TIMEOUT_S", 0.2)
 
-    async def main():
-        async with recording(tmp_path / "ds", engine.url) as client:
-            said = await asked_raw(client.root, sent)
-            assert said.startswith("HTTP/1.1 408 ")
-            assert f'"type":"{rule}"' in said
-
-    asyncio.run(main())
+    async with recording(tmp_path / "ds", engine.url) as client:
+        said = await asked_raw(client.root, sent)
+        assert said.startswith("HTTP/1.1 408 ")
+        assert f'"type":"{rule}"' in said
 
 
 NAMES = [
@@ -145,39 +130,33 @@ NAMES = [
 ]
 
 
-def test_no_name_of_a_session_leads_to_a_file_of_its_own(engine, tmp_path):
-    async def main():
-        async with recording(tmp_path / "ds", engine.url) as client:
-            for name in NAMES:
-                path = f"/s/{quote(name, safe='')}/0"
-                target = f"{path}/v1/completions"
-                kind = ("Content-Type", "application/json")
-                request = request_of("POST", target, [("Host", "localhost"), kind], BODY)
-                assert (await asked_raw(client.root, request)).startswith("HTTP/1.1 200 ")
-                end = b'{"reward": 1.0}'
-                request = request_of("POST", f"{path}/end", [("Host", "localhost"), kind], end)
-                assert (await asked_raw(client.root, request)).startswith("HTTP/1.1 200 ")
-            assert "\x1b" not in "".join(client.said)
-
-    asyncio.run(main())
+async def test_no_name_of_a_session_leads_to_a_file_of_its_own(engine, tmp_path):
+    async with recording(tmp_path / "ds", engine.url) as client:
+        for name in NAMES:
+            path = f"/s/{quote(name, safe='')}/0"
+            target = f"{path}/v1/completions"
+            kind = ("Content-Type", "application/json")
+            request = request_of("POST", target, [("Host", "localhost"), kind], BODY)
+            assert (await asked_raw(client.root, request)).startswith("HTTP/1.1 200 ")
+            end = b'{"reward": 1.0}'
+            request = request_of("POST", f"{path}/end", [("Host", "localhost"), kind], end)
+            assert (await asked_raw(client.root, request)).startswith("HTTP/1.1 200 ")
+        assert "\x1b" not in "".join(client.said)
     assert set(outcomes(tmp_path / "ds")) == {f"{name}_0" for name in NAMES}
     files = {path.name for path in tmp_path.rglob("*")}
     assert {re.sub(r"part-.*", "part", name) for name in files} == {"ds", "part", ".recording"}
 
 
-def test_sessions_that_nobody_ends_are_bounded(engine, tmp_path, monkeypatch):
+async def test_sessions_that_nobody_ends_are_bounded(engine, tmp_path, monkeypatch):
     monkeypatch.setattr(sessions, "MOST_SESSIONS", 3)
 
-    async def main():
-        async with recording(tmp_path / "ds", engine.url) as client:
-            for status in (201, 201, 201, 429):
-                answer = await client.post("/sessions", json={"instance_id": "a"})
-                assert answer.status_code == status
-            assert answer.json()["error"]["type"] == "too_many_sessions"
-            assert (await client.post("/v1/completions", json=TEXT)).status_code == 429
-            assert (await client.post("/s/a/0/v1/completions", json=TEXT)).status_code == 200
-            assert (await client.post("/s/a/1/end", json={"error": "gone"})).status_code == 200
-            await client.recorder.flush()
-            assert (await client.post("/v1/completions", json=TEXT)).status_code == 200
-
-    asyncio.run(main())
+    async with recording(tmp_path / "ds", engine.url) as client:
+        for status in (201, 201, 201, 429):
+            answer = await client.post("/sessions", json={"instance_id": "a"})
+            assert answer.status_code == status
+        assert answer.json()["error"]["type"] == "too_many_sessions"
+        assert (await client.post("/v1/completions", json=TEXT)).status_code == 429
+        assert (await client.post("/s/a/0/v1/completions", json=TEXT)).status_code == 200
+        assert (await client.post("/s/a/1/end", json={"error": "gone"})).status_code == 200
+        await client.recorder.flush()
+        assert (await client.post("/v1/completions", json=TEXT)).status_code == 200

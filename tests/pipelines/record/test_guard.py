@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from pipelines.http_app import error_response
 from pipelines.origin_guard import Guard
 from schemas.errors import RolloutError
-from tests.helpers.fake_engine import FakeEngine, running
 from tests.helpers.recorder_helpers import CHAT, TEXT, asked_raw, recording, request_of, rows
 
 ROUTES = [
@@ -30,14 +29,6 @@ ROUTES = [
     ("OPTIONS", "/s/a/0/v1/chat/completions", None),
 ]
 SET_VERSION = ("POST", "/policy_version", {"policy_version": 3})
-
-
-@pytest.fixture(scope="module")
-def engine():
-    app = FakeEngine()
-    with running(app) as url:
-        app.url = url
-        yield app
 
 
 async def status_of(client, route, headers):
@@ -81,20 +72,17 @@ FOREIGN = [
 ]
 
 
-def test_no_route_answers_a_page_of_another_site(engine, tmp_path):
-    async def main():
-        num_before = len(engine.headers)
-        async with recording(tmp_path / "ds", engine.url) as client:
-            for expected, rule, headers in FOREIGN:
-                for route in ROUTES:
-                    status, answer = await status_of(client, route, headers)
-                    assert (status, f'"type":"{rule}"' in answer) == (expected, True), answer
-                    assert "access-control" not in answer.lower()
-            assert client.recorder.policy_version is None
-            assert list(client.recorder.sessions) == []
-        assert len(engine.headers) == num_before
-
-    asyncio.run(main())
+async def test_no_route_answers_a_page_of_another_site(engine, tmp_path):
+    num_before = len(engine.headers)
+    async with recording(tmp_path / "ds", engine.url) as client:
+        for expected, rule, headers in FOREIGN:
+            for route in ROUTES:
+                status, answer = await status_of(client, route, headers)
+                assert (status, f'"type":"{rule}"' in answer) == (expected, True), answer
+                assert "access-control" not in answer.lower()
+        assert client.recorder.policy_version is None
+        assert list(client.recorder.sessions) == []
+    assert len(engine.headers) == num_before
 
 
 OWN = [
@@ -114,31 +102,25 @@ OWN = [
 ]
 
 
-def test_this_machine_is_answered_by_each_of_its_own_names(engine, tmp_path):
-    async def main():
-        async with recording(tmp_path / "ds", engine.url) as client:
-            for headers in OWN:
-                for route in (SET_VERSION, ("POST", "/v1/completions", TEXT)):
-                    assert (await status_of(client, route, headers))[0] == 200, headers
-            assert client.recorder.policy_version == 3
-
-    asyncio.run(main())
+async def test_this_machine_is_answered_by_each_of_its_own_names(engine, tmp_path):
+    async with recording(tmp_path / "ds", engine.url) as client:
+        for headers in OWN:
+            for route in (SET_VERSION, ("POST", "/v1/completions", TEXT)):
+                assert (await status_of(client, route, headers))[0] == 200, headers
+        assert client.recorder.policy_version == 3
 
 
-def test_a_link_from_another_site_may_be_followed_but_nothing_embedded(engine, tmp_path):
-    async def main():
-        async with recording(tmp_path / "ds", engine.url) as client:
-            for mode, dest, expected in (
-                ("navigate", "document", 200),
-                ("navigate", "iframe", 403),
-                ("no-cors", "image", 403),
-            ):
-                headers = [("Host", "OWN"), ("Sec-Fetch-Site", "cross-site")]
-                headers += [("Sec-Fetch-Mode", mode), ("Sec-Fetch-Dest", dest)]
-                assert (await status_of(client, ("GET", "/health", None), headers))[0] == expected
-                assert (await status_of(client, SET_VERSION, headers))[0] == 403
-
-    asyncio.run(main())
+async def test_a_link_from_another_site_may_be_followed_but_nothing_embedded(engine, tmp_path):
+    async with recording(tmp_path / "ds", engine.url) as client:
+        for mode, dest, expected in (
+            ("navigate", "document", 200),
+            ("navigate", "iframe", 403),
+            ("no-cors", "image", 403),
+        ):
+            headers = [("Host", "OWN"), ("Sec-Fetch-Site", "cross-site")]
+            headers += [("Sec-Fetch-Mode", mode), ("Sec-Fetch-Dest", dest)]
+            assert (await status_of(client, ("GET", "/health", None), headers))[0] == expected
+            assert (await status_of(client, SET_VERSION, headers))[0] == 403
 
 
 @pytest.mark.parametrize(
@@ -151,28 +133,26 @@ def test_a_link_from_another_site_may_be_followed_but_nothing_embedded(engine, t
         ("http://localhost/health", 200),
     ],
 )
-def test_a_target_with_a_host_of_its_own_counts_as_that_host(engine, tmp_path, target, expected):
-    async def main():
-        async with recording(tmp_path / "ds", engine.url) as client:
-            return await status_of(client, ("GET", target, None), [("Host", "localhost")])
+async def test_a_target_with_a_host_of_its_own_counts_as_that_host(
+    engine, tmp_path, target, expected
+):
+    async with recording(tmp_path / "ds", engine.url) as client:
+        assert (await status_of(client, ("GET", target, None), [("Host", "localhost")]))[
+            0
+        ] == expected
 
-    assert asyncio.run(main())[0] == expected
 
-
-def test_hosts_that_are_named_are_served_and_pages_of_theirs_too(engine, tmp_path):
-    async def main():
-        allowed = ("Recorder.Lan", "box")
-        async with recording(tmp_path / "ds", engine.url, allowed_hosts=allowed) as client:
-            for expected, headers in (
-                (200, [("Host", "recorder.lan:8100")]),
-                (200, [("Host", "BOX.")]),
-                (200, [("Host", "box"), ("Origin", "https://box")]),
-                (403, [("Host", "box"), ("Origin", "https://recorder.lan")]),
-                (421, [("Host", "x.box")]),
-            ):
-                assert (await status_of(client, SET_VERSION, headers))[0] == expected, headers
-
-    asyncio.run(main())
+async def test_hosts_that_are_named_are_served_and_pages_of_theirs_too(engine, tmp_path):
+    allowed = ("Recorder.Lan", "box")
+    async with recording(tmp_path / "ds", engine.url, allowed_hosts=allowed) as client:
+        for expected, headers in (
+            (200, [("Host", "recorder.lan:8100")]),
+            (200, [("Host", "BOX.")]),
+            (200, [("Host", "box"), ("Origin", "https://box")]),
+            (403, [("Host", "box"), ("Origin", "https://recorder.lan")]),
+            (421, [("Host", "x.box")]),
+        ):
+            assert (await status_of(client, SET_VERSION, headers))[0] == expected, headers
 
 
 def guard_says(host, *headers, kind="http", **settings):
@@ -232,43 +212,34 @@ OTHER_TYPES = [
 
 
 @pytest.mark.slow
-def test_the_control_api_takes_json_alone(engine, tmp_path):
-    async def main():
-        async with recording(tmp_path / "ds", engine.url) as client:
-            for kind in (*OTHER_TYPES, None):
-                headers = {} if kind is None else {"content-type": kind}
-                for method, path, body in ROUTES:
-                    if method == "POST" and "/v1" not in path:
-                        content = json.dumps(body).encode()
-                        answer = await client.post(path, content=content, headers=headers)
-                        found = answer.status_code, answer.json()["error"]["type"]
-                        assert found == (415, "media_type"), (path, kind)
-            assert client.recorder.policy_version is None
-            assert list(client.recorder.sessions) == []
-            for kind in ("application/json", "Application/JSON; charset=utf-8"):
-                said = {"content": b'{"policy_version": 5}', "headers": {"content-type": kind}}
-                assert (await client.post("/policy_version", **said)).status_code == 200
-
-    asyncio.run(main())
+async def test_the_control_api_takes_json_alone(engine, tmp_path):
+    async with recording(tmp_path / "ds", engine.url) as client:
+        for kind in (*OTHER_TYPES, None):
+            headers = {} if kind is None else {"content-type": kind}
+            for method, path, body in ROUTES:
+                if method == "POST" and "/v1" not in path:
+                    content = json.dumps(body).encode()
+                    answer = await client.post(path, content=content, headers=headers)
+                    found = answer.status_code, answer.json()["error"]["type"]
+                    assert found == (415, "media_type"), (path, kind)
+        assert client.recorder.policy_version is None
+        assert list(client.recorder.sessions) == []
+        for kind in ("application/json", "Application/JSON; charset=utf-8"):
+            said = {"content": b'{"policy_version": 5}', "headers": {"content-type": kind}}
+            assert (await client.post("/policy_version", **said)).status_code == 200
 
 
-def test_what_was_refused_left_no_trace_in_the_dataset(engine, tmp_path):
-    async def main():
-        async with recording(tmp_path / "ds", engine.url) as client:
-            await client.post("/s/a/0/v1/completions", json=TEXT)
-            foreign = {"origin": "http://evil.example"}
-            for path, body in (("/s/a/0/end", {"reward": 9.0}), ("/s/b/0/v1/completions", TEXT)):
-                answer = await client.post(path, json=body, headers=foreign)
-                assert (answer.status_code, answer.json()["error"]["type"]) == (
-                    403,
-                    "foreign_origin",
-                )
-                assert "evil.example" in answer.json()["error"]["message"]
-            assert any("evil.example" in line for line in client.said)
-            assert "refused_total 2.0" in (await client.get("/metrics")).text
-            await client.post("/s/a/0/end", json={"reward": 1.0})
-
-    asyncio.run(main())
+async def test_what_was_refused_left_no_trace_in_the_dataset(engine, tmp_path):
+    async with recording(tmp_path / "ds", engine.url) as client:
+        await client.post("/s/a/0/v1/completions", json=TEXT)
+        foreign = {"origin": "http://evil.example"}
+        for path, body in (("/s/a/0/end", {"reward": 9.0}), ("/s/b/0/v1/completions", TEXT)):
+            answer = await client.post(path, json=body, headers=foreign)
+            assert (answer.status_code, answer.json()["error"]["type"]) == (403, "foreign_origin")
+            assert "evil.example" in answer.json()["error"]["message"]
+        assert any("evil.example" in line for line in client.said)
+        assert "refused_total 2.0" in (await client.get("/metrics")).text
+        await client.post("/s/a/0/end", json={"reward": 1.0})
     assert rows(tmp_path / "ds", "trajectory_id", "reward") == [
         {"trajectory_id": "a_0", "reward": 1.0}
     ]

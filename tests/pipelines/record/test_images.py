@@ -1,6 +1,5 @@
 """The pictures of recorded calls are stored beside the dataset."""
 
-import asyncio
 import base64
 import hashlib
 import json
@@ -9,7 +8,7 @@ import pytest
 
 import rollout_io
 from rollout_io.retokenize import load_tokenizer
-from tests.helpers.fake_engine import FakeAnswer, FakeEngine, running
+from tests.helpers.fake_engine import FakeAnswer, FakeEngine
 from tests.helpers.picture_models import png, save_family
 from tests.helpers.recorder_helpers import recording
 from tests.rollout_io.conversion.test_picture_spans import engine_ids
@@ -18,17 +17,13 @@ PICTURE = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 20
 URL = f"data:image/png;base64,{base64.b64encode(PICTURE).decode()}"
 
 
-def test_a_recorded_session_with_an_image_is_a_row_that_refers_to_it(tmp_path):
+async def test_a_recorded_session_with_an_image_is_a_row_that_refers_to_it(tmp_path):
     shown = [{"type": "text", "text": "See."}, {"type": "image_url", "image_url": {"url": URL}}]
 
-    async def main(url):
-        async with recording(tmp_path / "ds", url) as client:
-            body = {"messages": [{"role": "user", "content": shown}], "model": "m"}
-            (await client.post("/s/a/0/v1/chat/completions", json=body)).raise_for_status()
-            (await client.post("/s/a/0/end", json={"reward": 1.0})).raise_for_status()
-
-    with running(FakeEngine()) as url:
-        asyncio.run(main(url))
+    async with recording(tmp_path / "ds", FakeEngine()) as client:
+        body = {"messages": [{"role": "user", "content": shown}], "model": "m"}
+        (await client.post("/s/a/0/v1/chat/completions", json=body)).raise_for_status()
+        (await client.post("/s/a/0/end", json={"reward": 1.0})).raise_for_status()
     row = rollout_io.read(tmp_path / "ds").to_pylist()[0]
     blob = f"sha256:{hashlib.sha256(PICTURE).hexdigest()}"
     assert row["pictures"] == [{"sha256": blob, "start": None, "length": None}]
@@ -106,17 +101,13 @@ def _gemini():
 
 
 @pytest.mark.parametrize("asked", [_chat, _responses, _anthropic, _gemini])
-def test_pictures_of_each_api_have_the_tokens_of_the_processor(tmp_path, model, asked):
+async def test_pictures_of_each_api_have_the_tokens_of_the_processor(tmp_path, model, asked):
     path, body = asked()
 
-    async def main(url):
-        async with recording(tmp_path / "ds", url, tokenizer=str(model)) as client:
-            body.setdefault("model", "m")
-            (await client.post(f"/s/a/0{path}", json=body)).raise_for_status()
-            (await client.post("/s/a/0/end", json={"reward": 1.0})).raise_for_status()
-
-    with running(SeeingEngine(model)) as url:
-        asyncio.run(main(url))
+    async with recording(tmp_path / "ds", SeeingEngine(model), tokenizer=str(model)) as client:
+        body.setdefault("model", "m")
+        (await client.post(f"/s/a/0{path}", json=body)).raise_for_status()
+        (await client.post("/s/a/0/end", json={"reward": 1.0})).raise_for_status()
     (row,) = rollout_io.read(tmp_path / "ds").to_pylist()
     assert row.get("error") is None
     pad = load_tokenizer(model).placeholder_id
@@ -128,18 +119,16 @@ def test_pictures_of_each_api_have_the_tokens_of_the_processor(tmp_path, model, 
     assert rollout_io.check(tmp_path / "ds").is_empty()
 
 
-def test_a_recorded_call_with_other_tokens_than_the_processor_gives_fails_its_session(
+async def test_a_recorded_call_with_other_tokens_than_the_processor_gives_fails_its_session(
     tmp_path, model
 ):
     path, body = _chat()
 
-    async def main(url):
-        async with recording(tmp_path / "ds", url, tokenizer=str(model)) as client:
-            (await client.post(f"/s/a/0{path}", json=body | {"model": "m"})).raise_for_status()
-            (await client.post("/s/a/0/end", json={"reward": 1.0})).raise_for_status()
-
-    with running(SeeingEngine(model, lost=1)) as url:
-        asyncio.run(main(url))
+    async with recording(
+        tmp_path / "ds", SeeingEngine(model, lost=1), tokenizer=str(model)
+    ) as client:
+        (await client.post(f"/s/a/0{path}", json=body | {"model": "m"})).raise_for_status()
+        (await client.post("/s/a/0/end", json={"reward": 1.0})).raise_for_status()
     (row,) = rollout_io.read(tmp_path / "ds").to_pylist()
     assert "picture_tokens" in row["error"]
     (line,) = (tmp_path / "ds.rejected.jsonl").read_text().splitlines()

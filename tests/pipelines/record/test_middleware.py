@@ -247,7 +247,7 @@ def test_a_wrong_variable_is_refused_by_name(name, value, rule):
     assert (refused.value.rule, refused.value.where) == (rule, f"ROLLOUTS_RECORD_{name}")
 
 
-def test_an_application_waits_for_a_slow_reader_and_ends_when_it_leaves():
+async def test_an_application_waits_for_a_slow_reader_and_ends_when_it_leaves():
     num_sent = 0
 
     async def endless(_, __, send):
@@ -257,19 +257,16 @@ def test_an_application_waits_for_a_slow_reader_and_ends_when_it_leaves():
             await send({"type": "http.response.body", "body": b"x", "more_body": True})
             num_sent += 1
 
-    async def main():
-        response = AppResponse(b"")
-        await response.of(endless, {})
-        before = -1
-        while before != num_sent:
-            before = num_sent
-            await asyncio.sleep(0)
-        assert num_sent < 100
-        assert await response.readany() == b"x"
-        response.close()
-        await asyncio.wait_for(response._running, 20)
-
-    asyncio.run(main())
+    response = AppResponse(b"")
+    await response.of(endless, {})
+    before = -1
+    while before != num_sent:
+        before = num_sent
+        await asyncio.sleep(0)
+    assert num_sent < 100
+    assert await response.readany() == b"x"
+    response.close()
+    await asyncio.wait_for(response._running, 20)
 
 
 def test_requests_of_other_sites_are_refused_below_the_mount(inside):

@@ -23,15 +23,9 @@ from rollout_io.redaction.scanner import Rules
 from rollout_io.retokenize.token_bytes import TokenBytes
 from schemas.errors import ConfigError, InputError, MissingExtra
 from tests.helpers.examples import examples
-from tests.helpers.fake_engine import FakeEngine, running
+from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.recorder_helpers import outcomes, recording, rows
-from tests.helpers.redaction_helpers import (
-    ASKED,
-    LATE,
-    PATTERN,
-    SAID,
-    on_disk,
-)
+from tests.helpers.redaction_helpers import ASKED, LATE, PATTERN, SAID, on_disk
 from tests.pipelines.record.test_exact_dialects import num_breaks
 
 BYTES = TokenBytes("bytes", np.arange(256, dtype=np.uint8), np.arange(257))
@@ -87,25 +81,22 @@ SPOKEN = SimpleNamespace(decode=lambda ids: bytes(ids).decode())
 
 
 @pytest.mark.usefixtures("no_rules")
-def test_a_secret_that_is_recognised_later_is_gone_once_the_recording_is_closed(tmp_path):
+async def test_a_secret_that_is_recognised_later_is_gone_once_the_recording_is_closed(tmp_path):
     out = tmp_path / "ds"
     bad = {"choices": [{"index": 3, "message": {"content": LATE}}]}
 
-    async def main():
-        async with recorder_of(out) as recorder:
-            await call(recorder, "a/0", *chat(f"use {LATE} now", "yes"))
-            await call(recorder, "b/0", chat(f"also {LATE} there", "yes")[0], bad)
-            for name in ("a/0", "b/0"):
-                await recorder.end(name, {"reward": 1.0})
-            await recorder.flush()
-            assert LATE in on_disk(out, SPOKEN)
-            await call(recorder, "c/0", *chat(f"password: {LATE}", "ok"))
-            await call(recorder, "d/0", *chat("again", f"it is {LATE}"))
-            lines = next(out.rglob("calls.jsonl")).read_text().splitlines()
-            assert [LATE in line for line in lines] == [True, True, False, False]
-            await recorder.end("c/0", {"reward": 1.0})
-
-    asyncio.run(main())
+    async with recorder_of(out) as recorder:
+        await call(recorder, "a/0", *chat(f"use {LATE} now", "yes"))
+        await call(recorder, "b/0", chat(f"also {LATE} there", "yes")[0], bad)
+        for name in ("a/0", "b/0"):
+            await recorder.end(name, {"reward": 1.0})
+        await recorder.flush()
+        assert LATE in on_disk(out, SPOKEN)
+        await call(recorder, "c/0", *chat(f"password: {LATE}", "ok"))
+        await call(recorder, "d/0", *chat("again", f"it is {LATE}"))
+        lines = next(out.rglob("calls.jsonl")).read_text().splitlines()
+        assert [LATE in line for line in lines] == [True, True, False, False]
+        await recorder.end("c/0", {"reward": 1.0})
     assert "b" in (tmp_path / "ds.rejected.jsonl").read_text()
     assert LATE not in on_disk(out, SPOKEN)
     assert run(["validate", str(out)]) == 0
@@ -114,7 +105,7 @@ def test_a_secret_that_is_recognised_later_is_gone_once_the_recording_is_closed(
 
 
 @pytest.mark.usefixtures("no_rules")
-def test_choices_of_a_call_share_their_prompt_and_lose_the_sets_of_replaced_tokens(tmp_path):
+async def test_choices_of_a_call_share_their_prompt_and_lose_the_sets_of_replaced_tokens(tmp_path):
     out, answer = tmp_path / "ds", f"x {SAID}"
     sets = [[ord(c), ord("q")] for c in answer]
     asked, given = chat(f"p {ASKED}", answer, "y" * len(answer), sampling_support=sets)
@@ -127,13 +118,10 @@ def test_choices_of_a_call_share_their_prompt_and_lose_the_sets_of_replaced_toke
     given["choices"][0]["provider"] = SAID
     given["prompt_logprobs"] = [SAID]
 
-    async def main():
-        async with recorder_of(out) as recorder:
-            await call(recorder, "a/0", asked | {"n": 2}, given, agent=f"main {SAID}")
-            assert not [s for s in (SAID, ASKED) if s[4:] in on_disk(out, SPOKEN)]
-            await recorder.end("a/0", {"reward": 1.0})
-
-    asyncio.run(main())
+    async with recorder_of(out) as recorder:
+        await call(recorder, "a/0", asked | {"n": 2}, given, agent=f"main {SAID}")
+        assert not [s for s in (SAID, ASKED) if s[4:] in on_disk(out, SPOKEN)]
+        await recorder.end("a/0", {"reward": 1.0})
     assert run(["validate", str(out)]) == 0
     first, second = rollout_io.read(out).to_pylist()
     assert first["prompt_token_ids"] == second["prompt_token_ids"] == [112, 32, *[STAR] * 16]
@@ -203,38 +191,32 @@ def recorded(asked, response):
 
 @pytest.mark.usefixtures("no_rules")
 @pytest.mark.parametrize("is_list", [False, True])
-def test_a_prompt_of_token_ids_is_redacted_in_the_request_too(tmp_path, is_list):
+async def test_a_prompt_of_token_ids_is_redacted_in_the_request_too(tmp_path, is_list):
     out, prompt = tmp_path / "ds", ids_of(f"p {ASKED}")
     choice = {"index": 0, "text": "ok", "prompt_token_ids": prompt, "token_ids": ids_of("ok")}
     choice["logprobs"] = {"token_logprobs": [-0.5, -0.5], "tokens": ["o", "k"]}
     asked = {"prompt": [prompt] if is_list else prompt}
 
-    async def main():
-        async with recorder_of(out) as recorder:
-            await call(recorder, "a/0", asked, {"choices": [choice]})
-            line = json.loads(next(out.rglob("calls.jsonl")).read_text())
-            clean = [112, 32, *[STAR] * 16]
-            assert line["request"]["prompt"] == ([clean] if is_list else clean)
-            await recorder.end("a/0", {"reward": 1.0})
-
-    asyncio.run(main())
+    async with recorder_of(out) as recorder:
+        await call(recorder, "a/0", asked, {"choices": [choice]})
+        line = json.loads(next(out.rglob("calls.jsonl")).read_text())
+        clean = [112, 32, *[STAR] * 16]
+        assert line["request"]["prompt"] == ([clean] if is_list else clean)
+        await recorder.end("a/0", {"reward": 1.0})
     assert str(ids_of(ASKED))[1:-1] not in str(rows(out, "messages", "prompt_token_ids"))
 
 
 @pytest.mark.usefixtures("no_rules")
 @pytest.mark.parametrize("num", [4, 8, 12])
-def test_both_parts_of_a_secret_that_an_answer_completes_are_replaced_in_texts(tmp_path, num):
+async def test_both_parts_of_a_secret_that_an_answer_completes_are_replaced_in_texts(tmp_path, num):
     out, prompt, text = tmp_path / "ds", f"It is {ASKED[:num]}", f"{ASKED[num:]} ok"
     choice = {"index": 0, "text": text, "prompt_token_ids": ids_of(prompt)}
     choice |= {"token_ids": ids_of(text), "logprobs": {"token_logprobs": [-0.5] * len(text)}}
 
-    async def main():
-        async with recorder_of(out) as recorder:
-            await call(recorder, "a/0", {"prompt": prompt}, {"choices": [choice]})
-            await call(recorder, "a/0", *chat(f"part {ASKED[:num]} again", "yes"))
-            await recorder.end("a/0", {"reward": 1.0})
-
-    asyncio.run(main())
+    async with recorder_of(out) as recorder:
+        await call(recorder, "a/0", {"prompt": prompt}, {"choices": [choice]})
+        await call(recorder, "a/0", *chat(f"part {ASKED[:num]} again", "yes"))
+        await recorder.end("a/0", {"reward": 1.0})
     written = on_disk(out, SPOKEN)
     parts = ASKED[:num], ASKED[num:]
     assert [part in written for part in parts] == [len(part) < 8 for part in parts]
@@ -242,19 +224,16 @@ def test_both_parts_of_a_secret_that_an_answer_completes_are_replaced_in_texts(t
 
 
 @pytest.mark.usefixtures("no_rules")
-def test_pictures_are_recorded_as_they_are(tmp_path):
+async def test_pictures_are_recorded_as_they_are(tmp_path):
     url = f"data:image/png;base64,{'KEY0' * 4}{ASKED[4:]}AAA="
 
-    async def main():
-        async with recorder_of(tmp_path / "ds") as recorder:
-            asked, given = chat(f"see {ASKED}", "ok")
-            asked["messages"].append({"role": "user", "content": [{"image_url": {"url": url}}]})
-            await call(recorder, "a/0", asked, given)
-            text = next((tmp_path / "ds").rglob("calls.jsonl")).read_text()
-            assert url in text
-            assert ASKED not in text
-
-    asyncio.run(main())
+    async with recorder_of(tmp_path / "ds") as recorder:
+        asked, given = chat(f"see {ASKED}", "ok")
+        asked["messages"].append({"role": "user", "content": [{"image_url": {"url": url}}]})
+        await call(recorder, "a/0", asked, given)
+        text = next((tmp_path / "ds").rglob("calls.jsonl")).read_text()
+        assert url in text
+        assert ASKED not in text
 
 
 @pytest.mark.usefixtures("no_rules")
@@ -270,38 +249,33 @@ def test_pictures_are_recorded_as_they_are(tmp_path):
         None,
     ],
 )
-def test_a_response_without_usable_tokens_fails_its_session_and_keeps_no_secret(tmp_path, response):
+async def test_a_response_without_usable_tokens_fails_its_session_and_keeps_no_secret(
+    tmp_path, response
+):
     out = tmp_path / "ds"
 
-    async def main():
-        async with recorder_of(out) as recorder:
-            await call(recorder, "a/0", chat(f"is {SAID}", "x")[0], response)
-            assert SAID[4:] not in on_disk(out / "x", SPOKEN)
-            await recorder.end("a/0", {"reward": 1.0})
-            await recorder.flush()
-            assert SAID[4:] not in on_disk(out, SPOKEN) + str(recorder.said)
-
-    asyncio.run(main())
+    async with recorder_of(out) as recorder:
+        await call(recorder, "a/0", chat(f"is {SAID}", "x")[0], response)
+        assert SAID[4:] not in on_disk(out / "x", SPOKEN)
+        await recorder.end("a/0", {"reward": 1.0})
+        await recorder.flush()
+        assert SAID[4:] not in on_disk(out, SPOKEN) + str(recorder.said)
     assert outcomes(out)["a_0"][1]
 
 
 @pytest.mark.usefixtures("no_rules")
-def test_ids_of_another_tokenizer_are_refused_because_their_secrets_would_be_kept(
+async def test_ids_of_another_tokenizer_are_refused_because_their_secrets_would_be_kept(
     tmp_path, smollm2_dir
 ):
-    async def main(url):
-        given = {"redact": True, "tokenizer": str(smollm2_dir), "patterns": PATTERN}
-        async with recording(tmp_path / "ds", url, **given) as client:
-            asked = {"model": "fake", "messages": [{"role": "user", "content": ASKED}]}
-            answer = await client.post("/s/a/0/v1/chat/completions", json=asked)
-            assert answer.status_code >= 400
-            assert "--tokenizer DIR" in answer.text
-            assert not [p for p in (tmp_path / "ds").rglob("calls.jsonl") if p.read_text()]
-            named = await client.post(f"/s/{ASKED}/0/v1/chat/completions", json=asked)
-            assert "the name contains a secret" in named.text
-
-    with running(FakeEngine()) as url:
-        asyncio.run(main(url))
+    given = {"redact": True, "tokenizer": str(smollm2_dir), "patterns": PATTERN}
+    async with recording(tmp_path / "ds", FakeEngine(), **given) as client:
+        asked = {"model": "fake", "messages": [{"role": "user", "content": ASKED}]}
+        answer = await client.post("/s/a/0/v1/chat/completions", json=asked)
+        assert answer.status_code >= 400
+        assert "--tokenizer DIR" in answer.text
+        assert not [p for p in (tmp_path / "ds").rglob("calls.jsonl") if p.read_text()]
+        named = await client.post(f"/s/{ASKED}/0/v1/chat/completions", json=asked)
+        assert "the name contains a secret" in named.text
 
 
 @pytest.mark.usefixtures("no_rules")
@@ -327,37 +301,31 @@ def test_what_redaction_needs_is_refused_at_the_start(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("no_rules")
-def test_sessions_that_were_not_redacted_are_when_a_recorder_continues_them(tmp_path):
+async def test_sessions_that_were_not_redacted_are_when_a_recorder_continues_them(tmp_path):
     out = tmp_path / "ds"
 
-    async def main():
-        async with Recorder(RecordSettings(out=str(out), upstreams=())) as recorder:
-            await call(recorder, "a/0", *chat(f"p {SAID}", "yes"))
-            await call(recorder, "b/0", *chat("is it there", SAID))
-            await recorder.record(recorder.session_for("b/0"), {}, msgspec.Raw(b"{}"))
-            assert SAID in on_disk(out, SPOKEN)
-        async with recorder_of(out) as recorder:
-            assert SAID[4:] not in on_disk(out / ".recording" / "x", SPOKEN)
-            await call(recorder, "a/0", *chat(f"p {SAID}yesgo on", "done"))
-            await recorder.end("a/0", {"reward": 1.0})
-
-    asyncio.run(main())
+    async with Recorder(RecordSettings(out=str(out), upstreams=())) as recorder:
+        await call(recorder, "a/0", *chat(f"p {SAID}", "yes"))
+        await call(recorder, "b/0", *chat("is it there", SAID))
+        await recorder.record(recorder.session_for("b/0"), {}, msgspec.Raw(b"{}"))
+        assert SAID in on_disk(out, SPOKEN)
+    async with recorder_of(out) as recorder:
+        assert SAID[4:] not in on_disk(out / ".recording" / "x", SPOKEN)
+        await call(recorder, "a/0", *chat(f"p {SAID}yesgo on", "done"))
+        await recorder.end("a/0", {"reward": 1.0})
     assert num_breaks(rows(out, "prompt_token_ids", "response_ids")) == 0
 
 
 @pytest.mark.usefixtures("no_rules")
-def test_a_call_that_cannot_be_redacted_is_not_written(tmp_path, monkeypatch):
+async def test_a_call_that_cannot_be_redacted_is_not_written(tmp_path, monkeypatch):
     def fails(*_):
         raise ValueError(SAID)
 
-    async def main():
-        async with recorder_of(tmp_path / "ds") as recorder:
-            monkeypatch.setattr(Redaction, "_clean", fails)
-            monkeypatch.setattr(recorder, "_check_name", lambda _: None)
-            with pytest.raises(InputError, match="cannot be redacted") as caught:
-                await call(recorder, "a/0", *chat("hi", "x"))
-            assert SAID not in str(caught.value)
-            assert not list((tmp_path / "ds").rglob("calls.jsonl"))
-            monkeypatch.undo()
-
-    asyncio.run(main())
+    async with recorder_of(tmp_path / "ds") as recorder:
+        monkeypatch.setattr(Redaction, "_clean", fails)
+        monkeypatch.setattr(recorder, "_check_name", lambda _: None)
+        with pytest.raises(InputError, match="cannot be redacted") as caught:
+            await call(recorder, "a/0", *chat("hi", "x"))
+        assert SAID not in str(caught.value)
+        assert not list((tmp_path / "ds").rglob("calls.jsonl"))
+        monkeypatch.undo()

@@ -1,6 +1,5 @@
 """Errors quote contents: secrets are replaced before they are cut."""
 
-import asyncio
 import json
 
 import pytest
@@ -8,7 +7,6 @@ import pytest
 from pipelines.http_app import JSON
 from schemas.errors import InputError, reasons_of
 from schemas.excerpts import cleaning, fragment, quoted
-from tests.helpers.fake_engine import running
 from tests.helpers.recorder_helpers import outcomes, recording
 from tests.helpers.redaction_helpers import PATTERN, SAID, on_disk
 from tests.pipelines.record.test_redacted_calls import SPOKEN, call, chat, recorder_of
@@ -30,21 +28,18 @@ def test_contents_are_cleaned_before_they_are_cut_and_only_in_a_block():
 
 
 @pytest.mark.usefixtures("no_rules")
-def test_a_response_of_another_text_fails_its_session_and_keeps_no_part_of_a_secret(tmp_path):
+async def test_a_response_of_another_text_fails_its_session_and_keeps_no_part_of_a_secret(tmp_path):
     out, answer = tmp_path / "ds", "x" * 30 + f" {SAID}" + " y" * 30
     asked, given = chat("p", answer)
     given["choices"][0]["message"]["content"] = f"another text that is longer, {SAID}, than it"
 
-    async def main():
-        async with recorder_of(out) as recorder:
-            await call(recorder, "a/0", asked, given)
-            with recorder.cleaning():
-                assert await recorder.read(recorder.session_for("a/0"), _raw(given)) is None
-            assert PART not in on_disk(out, SPOKEN) + str(recorder.said)
-            assert "REDACTED_0" in str(recorder.said)
-            await recorder.end("a/0", {"reward": 1.0})
-
-    asyncio.run(main())
+    async with recorder_of(out) as recorder:
+        await call(recorder, "a/0", asked, given)
+        with recorder.cleaning():
+            assert await recorder.read(recorder.session_for("a/0"), _raw(given)) is None
+        assert PART not in on_disk(out, SPOKEN) + str(recorder.said)
+        assert "REDACTED_0" in str(recorder.said)
+        await recorder.end("a/0", {"reward": 1.0})
     assert PART not in on_disk(out, SPOKEN)
     assert "belong to the text" in outcomes(out)["a_0"][1]
 
@@ -79,22 +74,18 @@ _REFUSALS = {
 @pytest.mark.usefixtures("no_rules")
 @pytest.mark.parametrize("path", ["chat/completions", "messages"])
 @pytest.mark.parametrize("refusal", _REFUSALS)
-def test_an_error_of_an_engine_is_kept_without_a_part_of_a_secret(
+async def test_an_error_of_an_engine_is_kept_without_a_part_of_a_secret(
     tmp_path, smollm2_dir, refusal, path
 ):
     out = tmp_path / "ds"
 
-    async def main(url):
-        given = {"redact": True, "tokenizer": str(smollm2_dir), "patterns": PATTERN}
-        async with recording(out, url, **given) as client:
-            asked = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
-            answer = await client.post(f"/s/a/0/v1/{path}", json=asked)
-            assert answer.status_code >= 400
-            await client.post("/s/a/0/end", json={"reward": 1.0})
-            assert PART not in str(client.said)
-
-    with running(refusing(*_REFUSALS[refusal])) as url:
-        asyncio.run(main(url))
+    given = {"redact": True, "tokenizer": str(smollm2_dir), "patterns": PATTERN}
+    async with recording(out, refusing(*_REFUSALS[refusal]), **given) as client:
+        asked = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
+        answer = await client.post(f"/s/a/0/v1/{path}", json=asked)
+        assert answer.status_code >= 400
+        await client.post("/s/a/0/end", json={"reward": 1.0})
+        assert PART not in str(client.said)
     assert "the last answer was an error" in outcomes(out)["a_0"][1]
     assert "[REDACTED" in outcomes(out)["a_0"][1]
     assert PART not in on_disk(out, SPOKEN)

@@ -138,18 +138,15 @@ def test_what_a_client_asks_for_itself_is_kept_and_gives_sets_if_it_is_enough(tm
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_calls_of_a_harness_have_the_sets_of_a_server(tokenizer, stream):
+async def test_calls_of_a_harness_have_the_sets_of_a_server(tokenizer, stream):
     app = TruncatingEngine()
 
-    async def main(url):
+    with running(app) as url:
         own = {"engine": "vllm", "urls": (url,), "top_k": 3}
         async with calling(Scripted(tokenizer, "one"), tokenizer, **own) as (calls, opened, *rest):
             answer = await rest[-1].post("v1/chat/completions", json=CHAT | {"stream": stream})
             assert "token_id:" not in answer.text
-            return await calls.steps(opened, outcome_of(1.0, "t"))
-
-    with running(app) as url:
-        (step,), fault = asyncio.run(main(url))
+            (step,), fault = await calls.steps(opened, outcome_of(1.0, "t"))
     assert fault is None
     assert app.requests[0]["top_logprobs"] == 4
     assert step.sampling_support == [list(kept) for kept in TruncatingEngine.sets]

@@ -1,4 +1,3 @@
-import asyncio
 import json
 
 import pytest
@@ -117,7 +116,9 @@ def test_no_credential_is_written_wherever_it_is_and_however_its_name_is_spelt(t
     assert CANARY.encode() not in b"".join(recorded(text.encode()).values())
 
 
-def test_what_a_recorder_writes_holds_no_credential_of_any_part_of_a_request(tmp_path, monkeypatch):
+async def test_what_a_recorder_writes_holds_no_credential_of_any_part_of_a_request(
+    tmp_path, monkeypatch
+):
     app, canaries = FakeEngine(), iter(range(10_000))
     monkeypatch.setenv("ROLLOUTS_UPSTREAM_API_KEY", "")
 
@@ -129,7 +130,7 @@ def test_what_a_recorder_writes_holds_no_credential_of_any_part_of_a_request(tmp
         *("x-goog-api-key", "x-amz-security-token", "openai-organization", "x-custom"),
     ]
 
-    async def main(url):
+    with running(app) as url:
         async with recording(tmp_path / "ds", url, admin_key=f"{CANARY}-admin") as client:
             admin = {"authorization": f"Bearer {CANARY}-admin"}
             opened = await client.post("/sessions", json={"instance_id": "a"}, headers=admin)
@@ -158,9 +159,6 @@ def test_what_a_recorder_writes_holds_no_credential_of_any_part_of_a_request(tmp
             assert CANARY not in "".join(client.said)
             assert CANARY not in (await client.get("/metrics")).text
             assert CANARY not in bad.text
-
-    with running(app) as url:
-        asyncio.run(main(url))
     files = [path for path in (tmp_path / "ds").rglob("*") if path.is_file()]
     assert any(path.suffix == ".parquet" for path in files)
     assert CANARY.encode() not in b"".join(path.read_bytes() for path in files)

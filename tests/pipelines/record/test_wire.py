@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from pipelines.record.engine_requests import MODEL_APIS, ModelApi, TextRequest, read_request
 from pipelines.record.engine_responses import Answer, Events
 from tests.helpers.fake_engine import FakeEngine, running
-from tests.helpers.recorder_helpers import CHAT, TEXT, outcomes, recording, rows
+from tests.helpers.recorder_helpers import (
+    CHAT,
+    TEXT,
+    asked_raw,
+    outcomes,
+    recording,
+    request_of,
+    rows,
+)
 
 PATHS = {"chat/completions": CHAT, "completions": TEXT}
 EXTRAS = [
@@ -31,31 +39,20 @@ EXTRAS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def engine():
-    app = FakeEngine()
-    with running(app) as url:
-        app.url = url
-        yield app
-
-
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_sees_byte_for_byte_what_the_engine_would_have_told_it(
+async def test_a_client_sees_byte_for_byte_what_the_engine_would_have_told_it(
     engine, tmp_path, path, stream
 ):
-    async def main():
-        async with recording(tmp_path / "ds", engine.url) as client:
-            for extra in EXTRAS:
-                body = PATHS[path] | {"stream": stream} | extra
-                plain = await client.post(f"{engine.url}/v1/{path}", json=body)
-                ours = await client.post(f"/s/a/0/v1/{path}", json=body)
-                assert ours.content == plain.content, extra
-                assert ours.status_code == plain.status_code
-                assert ours.headers["content-type"] == plain.headers["content-type"]
-            await client.post("/s/a/0/end", json={"reward": 1.0})
-
-    asyncio.run(main())
+    async with recording(tmp_path / "ds", engine.url) as client:
+        for extra in EXTRAS:
+            body = PATHS[path] | {"stream": stream} | extra
+            plain = await client.post(f"{engine.url}/v1/{path}", json=body)
+            ours = await client.post(f"/s/a/0/v1/{path}", json=body)
+            assert ours.content == plain.content, extra
+            assert ours.status_code == plain.status_code
+            assert ours.headers["content-type"] == plain.headers["content-type"]
+        await client.post("/s/a/0/end", json={"reward": 1.0})
     made = rows(tmp_path / "ds", "prompt_token_ids", "response_ids", "rollout_logprobs", "reward")
     assert len(made) == 11
     for row in made:
@@ -126,45 +123,34 @@ class Writing(FakeEngine):
         await send({"type": "http.response.body", "body": body})
 
 
-def record_stream(out, write):
-    """What a client sees of a stream that is written so."""
+WRITTEN = {
+    "comments": lambda text: text.replace(b"data:", b": ping\ndata:"),
+    "fields": lambda text: text.replace(b"data:", b"event: m\nid: 1\ndata:"),
+    "fields after": lambda text: text.replace(b"\n\n", b"\nretry: 9\n\n"),
+    "cr": lambda text: text.replace(b"\n", b"\r"),
+    "three ends": lambda text: text.replace(b"\n\n", b"\n\n\n"),
+    "lines": lambda text: text.replace(b',"obj', b',\ndata: "obj'),
+    "no end": lambda text: text.partition(b"\n\ndata: [DONE]")[0],
+    "no ids": lambda text: re.sub(rb'"token_ids":\[\d+\]', b'"a":0', text),
+}
 
-    async def main(url):
-        async with recording(out, url) as client:
+
+async def test_a_stream_is_recorded_and_hidden_however_its_events_are_written(tmp_path):
+    engine = Writing(None)
+    async with recording(tmp_path / "ds", engine) as client:
+        for name, engine.write in WRITTEN.items():
             body = CHAT | {"stream": True}
-            answer = await client.post("/s/a/0/v1/chat/completions", json=body)
-            await client.post("/s/a/0/end", json={"reward": 1.0})
-            return answer.content
-
-    with running(Writing(write)) as url:
-        return asyncio.run(main(url))
-
-
-@pytest.mark.parametrize(
-    "write",
-    [
-        pytest.param(lambda text: text.replace(b"data:", b": ping\ndata:"), id="comments"),
-        pytest.param(lambda text: text.replace(b"data:", b"event: m\nid: 1\ndata:"), id="fields"),
-        pytest.param(lambda text: text.replace(b"\n\n", b"\nretry: 9\n\n"), id="fields after"),
-        pytest.param(lambda text: text.replace(b"\n", b"\r"), id="cr"),
-        pytest.param(lambda text: text.replace(b"\n\n", b"\n\n\n"), id="three ends"),
-        pytest.param(lambda text: text.replace(b',"obj', b',\ndata: "obj'), id="lines"),
-        pytest.param(lambda text: text.partition(b"\n\ndata: [DONE]")[0], id="no end"),
-    ],
-)
-def test_a_stream_is_recorded_and_hidden_however_its_events_are_written(tmp_path, write):
-    shown = record_stream(tmp_path / "ds", write)
-    assert b'"token_ids":[' not in shown
-    assert b'"logprob"' not in shown
-    (row,) = rows(tmp_path / "ds", "response_ids", "stop_reason", "reward", "error")
-    assert (len(row["response_ids"]), row["stop_reason"], row["reward"]) == (6, "length", 1.0)
-
-
-def test_a_stream_without_token_ids_fails_its_session_as_a_whole_answer_does(tmp_path):
-    record_stream(tmp_path / "ds", lambda text: re.sub(rb'"token_ids":\[\d+\]', b'"a":0', text))
-    ((reward, error),) = outcomes(tmp_path / "ds").values()
-    assert reward is None
-    assert error.startswith("no_token_ids: ")
+            answer = await client.post(f"/s/{name}/0/v1/chat/completions", json=body)
+            assert b'"token_ids":[' not in answer.content, name
+            assert b'"logprob"' not in answer.content, name
+            await client.post(f"/s/{name}/0/end", json={"reward": 1.0})
+    ends = outcomes(tmp_path / "ds")
+    reward, error = ends.pop("no ids_0")  # as a whole answer without ids
+    assert (reward, error.partition(": ")[0]) == (None, "no_token_ids")
+    assert ends == {f"{name}_0": (1.0, None) for name in WRITTEN if name != "no ids"}
+    made = rows(tmp_path / "ds", "response_ids", "stop_reason")
+    ends = [(len(row["response_ids"]), row["stop_reason"]) for row in made]
+    assert ends == [(6, "length")] * 7 + [(0, None)]
 
 
 def test_a_long_event_is_not_read_again_for_every_piece_of_it():
@@ -236,38 +222,18 @@ def test_no_request_gets_a_traceback_or_another_answer_than_the_engines(
     fuzz()
 
 
-def test_a_body_beyond_the_bound_is_refused_and_goes_nowhere(engine, tmp_path):
-    async def main():
-        num_before = len(engine.requests)
-        async with recording(tmp_path / "ds", engine.url, max_request_bytes=1000) as client:
-            body = CHAT | {"messages": [{"role": "user", "content": "x" * 2000}]}
-            answer = await client.post("/s/a/0/v1/chat/completions", json=body)
-            assert (answer.status_code, answer.json()["error"]["type"]) == (413, "request_size")
-        assert len(engine.requests) == num_before
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("encodings", ["gzip", "br", "zstd", "identity", "gzip, zstd", "GZIP"])
-def test_a_compressed_body_is_served_and_recorded_as_the_plain_one(engine, tmp_path, encodings):
-    async def main():
-        async with recording(tmp_path / "ds", engine.url) as client:
-            plain = json.dumps(CHAT).encode()
-            sent = await client.post(
-                "/s/a/0/v1/chat/completions",
-                content=compressed(plain, encodings),
-                headers={"content-encoding": encodings, "content-type": "application/json"},
-            )
-            assert sent.status_code == 200
-            as_plain = engine.requests[-1]
-            await client.post("/s/b/0/v1/chat/completions", content=plain)
-            assert engine.requests[-1] == as_plain
-            for name in ("a", "b"):
-                await client.post(f"/s/{name}/0/end", json={"reward": 1.0})
-        first, second = rows(tmp_path / "ds", "messages", "prompt_token_ids")
-        assert first == second
-
-    asyncio.run(main())
+async def test_a_compressed_body_is_served_and_recorded_as_the_plain_one(engine, tmp_path):
+    encodings = ["identity", "gzip", "br", "zstd", "gzip, zstd", "GZIP"]
+    plain = json.dumps(CHAT).encode()
+    async with recording(tmp_path / "ds", engine.url) as client:
+        for session, encoding in enumerate(encodings):
+            headers = {"content-encoding": encoding, "content-type": "application/json"}
+            path, content = f"/s/a/{session}/v1/chat/completions", compressed(plain, encoding)
+            answer = await client.post(path, content=content, headers=headers)
+            assert (answer.status_code, engine.requests[-1]["messages"]) == (200, CHAT["messages"])
+            await client.post(f"/s/a/{session}/end", json={"reward": 1.0})
+    first, *others = rows(tmp_path / "ds", "messages", "prompt_token_ids")
+    assert others == [first] * 5
 
 
 def compressed(body, encodings):
@@ -281,132 +247,101 @@ def compressed(body, encodings):
     return body
 
 
-@pytest.mark.parametrize(
-    ("encoding", "body", "status", "rule"),
-    [
-        ("compress", b"{}", 415, "body_encoding"),
-        ("gzip, snappy", b"{}", 415, "body_encoding"),
-        ("gzip", b"{}", 400, "compressed_body"),
-        ("zstd", compressed(b"{}" * 999, "zstd")[:-3], 400, "compressed_body"),
-        ("br", compressed(b" " * (1 << 20), "br"), 413, "request_size"),
-    ],
-)
-def test_a_body_that_cannot_be_decompressed_is_refused_by_name(
-    engine, tmp_path, encoding, body, status, rule
-):
-    async def main():
-        num_before = len(engine.requests)
-        async with recording(tmp_path / "ds", engine.url, max_request_bytes=1000) as client:
-            answer = await client.post(
-                "/s/a/0/v1/chat/completions", content=body, headers={"content-encoding": encoding}
-            )
-            assert (answer.status_code, answer.json()["error"]["type"]) == (status, rule)
-        assert len(engine.requests) == num_before
-
-    asyncio.run(main())
+REFUSED = [
+    ("identity", b'"%s"' % (b"x" * 2000), 413, "request_size"),
+    ("compress", b"{}", 415, "body_encoding"),
+    ("gzip, snappy", b"{}", 415, "body_encoding"),
+    ("gzip", b"{}", 400, "compressed_body"),
+    ("zstd", compressed(b"{}" * 999, "zstd")[:-3], 400, "compressed_body"),
+    ("br", compressed(b" " * (1 << 20), "br"), 413, "request_size"),
+]
 
 
-def test_the_engines_errors_pass_as_they_are_and_an_engine_that_is_away_is_a_502(
+async def test_a_body_that_is_too_long_or_cannot_be_decompressed_goes_nowhere(tmp_path):
+    engine = FakeEngine()
+    async with recording(tmp_path / "ds", engine, max_request_bytes=1000) as client:
+        for encoding, body, status, rule in REFUSED:
+            headers = {"content-encoding": encoding}
+            answer = await client.post("/s/a/0/v1/chat/completions", content=body, headers=headers)
+            assert (answer.status_code, answer.json()["error"]["type"]) == (status, rule), encoding
+    assert engine.requests == []
+
+
+async def test_the_engines_errors_pass_as_they_are_and_an_engine_that_is_away_is_a_502(
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr("pipelines.record.serving._BACKOFF_S", 0.01)
 
-    async def main():
-        app = FakeEngine()
-        app.status = 429
-        with running(app) as url:
-            async with recording(tmp_path / "ds", url) as client:
-                answer = await client.post("/s/a/0/v1/completions", json=TEXT)
-                assert answer.status_code == 429
-                assert answer.json() == {"error": {"message": "busy", "code": 429}}
-                assert len(app.requests) == 1
-        async with recording(tmp_path / "away", url) as client:
-            answer = await client.post("/s/a/0/v1/completions", json=TEXT)
-            assert (answer.status_code, answer.json()["error"]["type"]) == (502, "engine_down")
-
-    asyncio.run(main())
-
-
-def test_the_model_may_have_another_name_for_clients(engine, tmp_path):
-    async def main():
-        async with recording(tmp_path / "ds", engine.url, served_model_name="ours") as client:
-            assert (await client.get("/v1/models")).json()["data"][0]["id"] == "ours"
-            for stream in (False, True):
-                body = TEXT | {"model": "ours", "stream": stream}
-                answer = await client.post("/s/a/0/v1/completions", json=body)
-                assert engine.requests[-1]["model"] == "fake"
-                assert b'"model":"ours"' in answer.content
-                assert b"fake" not in answer.content
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("path", ["/v1/models/../../x", "/v1/models/a/%2e%2E/%2e%2e/x"])
-def test_no_path_leads_out_of_the_models(engine, tmp_path, path):
-    async def main():
-        async with recording(tmp_path / "ds", engine.url) as client:
-            host, port = client.root.removeprefix("http://").split(":")
-            reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(
-                f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode()
-            )
-            assert b"no_such_path" in await reader.read()
-            writer.close()
-
-    asyncio.run(main())
-
-
-def test_more_calls_than_may_be_under_way_wait_their_turn(tmp_path):
-    async def main():
-        app = FakeEngine(gap_s=0.02)
-        with running(app) as url:
-            async with recording(tmp_path / "ds", url, max_concurrency=2) as client:
-                calls = [client.post(f"/s/a/{i}/v1/completions", json=TEXT) for i in range(6)]
-                answers = asyncio.gather(*calls)
-                while len(app.requests) < 2:
-                    await asyncio.sleep(0.01)
-                assert len(app.requests) == 2
-                assert {answer.status_code for answer in await answers} == {200}
-
-    asyncio.run(main())
-
-
-def test_chunks_go_out_as_they_come(tmp_path):
-    async def main(url):
+    app = FakeEngine()
+    app.status = 429
+    with running(app) as url:
         async with recording(tmp_path / "ds", url) as client:
-            body = CHAT | {"stream": True}
-            async with client.stream("POST", "/s/a/0/v1/chat/completions", json=body) as answer:
-                times_s = [time.monotonic() async for _ in answer.aiter_raw()]
-            assert times_s[-1] - times_s[0] > 0.1
+            answer = await client.post("/s/a/0/v1/completions", json=TEXT)
+            assert answer.status_code == 429
+            assert answer.json() == {"error": {"message": "busy", "code": 429}}
+            assert len(app.requests) == 1
+    async with recording(tmp_path / "away", url) as client:
+        answer = await client.post("/s/a/0/v1/completions", json=TEXT)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (502, "engine_down")
 
-    with running(FakeEngine(gap_s=0.05)) as url:
-        asyncio.run(main(url))
+
+async def test_the_model_may_have_another_name_for_clients(engine, tmp_path):
+    async with recording(tmp_path / "ds", engine.url, served_model_name="ours") as client:
+        assert (await client.get("/v1/models")).json()["data"][0]["id"] == "ours"
+        for stream in (False, True):
+            body = TEXT | {"model": "ours", "stream": stream}
+            answer = await client.post("/s/a/0/v1/completions", json=body)
+            assert engine.requests[-1]["model"] == "fake"
+            assert b'"model":"ours"' in answer.content
+            assert b"fake" not in answer.content
 
 
-def test_a_recorder_reads_its_own_calls_where_an_earlier_one_of_the_process_had_its(
+async def test_no_path_leads_out_of_the_models(engine, tmp_path):
+    async with recording(tmp_path / "ds", engine.url) as client:
+        for path in ("/v1/models/../../x", "/v1/models/a/%2e%2E/%2e%2e/x"):
+            request = request_of("GET", path, [("Host", "localhost")])
+            assert "no_such_path" in await asked_raw(client.root, request)
+
+
+async def test_more_calls_than_may_be_under_way_wait_their_turn(tmp_path):
+    app = FakeEngine(gap_s=0.02)
+    with running(app) as url:
+        async with recording(tmp_path / "ds", url, max_concurrency=2) as client:
+            calls = [client.post(f"/s/a/{i}/v1/completions", json=TEXT) for i in range(6)]
+            answers = asyncio.gather(*calls)
+            while len(app.requests) < 2:
+                await asyncio.sleep(0.01)
+            assert len(app.requests) == 2
+            assert {answer.status_code for answer in await answers} == {200}
+
+
+async def test_chunks_go_out_as_they_come(tmp_path):
+    async with recording(tmp_path / "ds", FakeEngine(gap_s=0.05)) as client:
+        body = CHAT | {"stream": True}
+        async with client.stream("POST", "/s/a/0/v1/chat/completions", json=body) as answer:
+            times_s = [time.monotonic() async for _ in answer.aiter_raw()]
+        assert times_s[-1] - times_s[0] > 0.1
+
+
+async def test_a_recorder_reads_its_own_calls_where_an_earlier_one_of_the_process_had_its(
     engine, tmp_path
 ):
-    async def main(num_calls):
+    for num_calls in (1, 3):
         async with recording(tmp_path / "ds", engine.url) as client:
             for seed in range(num_calls):
-                body = PATHS["completions"] | {"seed": seed}
-                await client.post("/s/a/0/v1/completions", json=body)
+                await client.post("/s/a/0/v1/completions", json=TEXT | {"seed": seed})
             await client.post("/s/a/0/end", json={"reward": 1.0})
-
-    for num_calls in (1, 3):
-        asyncio.run(main(num_calls))
         assert outcomes(tmp_path / "ds") == {"a_0": (1.0, None)}
         assert len(rows(tmp_path / "ds", "response_ids")) == num_calls
         shutil.rmtree(tmp_path)
         tmp_path.mkdir()
 
 
-def test_the_description_lists_every_route_and_its_references_lead_somewhere(engine, tmp_path):
-    async def main():
-        async with recording(tmp_path / "ds", engine.url) as client:
-            return (await client.get("/openapi.json")).json()
-
-    described = asyncio.run(main())
+async def test_the_description_lists_every_route_and_its_references_lead_somewhere(
+    engine, tmp_path
+):
+    async with recording(tmp_path / "ds", engine.url) as client:
+        described = (await client.get("/openapi.json")).json()
     session = "/s/{instance}/{repetition}"
     assert {f"{method} {path}" for path, of in described["paths"].items() for method in of} == {
         *(f"post {prefix}{api.path}" for prefix in ("", session) for api in MODEL_APIS),
@@ -417,18 +352,15 @@ def test_the_description_lists_every_route_and_its_references_lead_somewhere(eng
     assert names == set(described["components"]["schemas"])
 
 
-def test_a_line_in_the_table_of_apis_adds_a_route(engine, tmp_path, monkeypatch):
+async def test_a_line_in_the_table_of_apis_adds_a_route(engine, tmp_path, monkeypatch):
     path = "/v1beta/models/{model}:completions"
     added = (*MODEL_APIS, ModelApi(path, "text", "Generate.", TextRequest))
     monkeypatch.setattr("pipelines.record.app.MODEL_APIS", added)
 
-    async def main():
-        async with recording(tmp_path / "ds", engine.url) as client:
-            answer = await client.post("/s/a/0/checker/v1beta/models/x:completions", json=TEXT)
-            assert answer.status_code == 200
-            assert path in (await client.get("/openapi.json")).json()["paths"]
-            await client.post("/s/a/0/end", json={"reward": 1.0})
-
-    asyncio.run(main())
+    async with recording(tmp_path / "ds", engine.url) as client:
+        answer = await client.post("/s/a/0/checker/v1beta/models/x:completions", json=TEXT)
+        assert answer.status_code == 200
+        assert path in (await client.get("/openapi.json")).json()["paths"]
+        await client.post("/s/a/0/end", json={"reward": 1.0})
     (row,) = rows(tmp_path / "ds", "agent", "response_ids")
     assert row["agent"] == "checker"

@@ -51,16 +51,6 @@ def forks(tmp_path_factory):
     return write(tmp_path_factory.mktemp("forks") / "ds", rows.with_columns(step_index=index))
 
 
-def test_the_worked_example_forwards_its_repeated_prompt_once(tmp_path):
-    assert tokens_of(write_example(tmp_path)) == {
-        "step": 8,
-        "merge_consecutive": 5,
-        "merge_lineage": 5,
-        "tree_per_trajectory": 5,
-        "tree_per_group": 5,
-    }
-
-
 def test_every_token_attends_to_those_before_it_and_itself(tmp_path):
     costs = dataset_savings(write_example(tmp_path))
     assert costs["step"] == Cost(2, 8, (1 + 2 + 3) + (1 + 2 + 3 + 4 + 5))

@@ -5,7 +5,6 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from pipelines import scan_token_records
@@ -111,22 +110,6 @@ def test_the_same_names_in_another_dataset_have_nothing_of_the_update(config, tm
         assert (nodes[-1]["advantage"] is not None) == is_there
 
 
-def test_advantages_of_groups_and_trees_are_those_of_the_iteration(ask, config):
-    for update in UPDATES:
-        records, of = scan_token_records(config.run.out, update).collect(), {"run": "r0"}
-        root = f"/api/datasets/d{iteration_of(update)}"
-        means = {
-            name: np.mean(np.array(values, np.float64))
-            for name, values in records.select("trajectory_id", "advantages").rows()
-        }
-        (task,) = records["instance_id"].unique()
-        attempts = ask(f"{root}/group", instance_id=task, **of, update=update)["attempts"]
-        assert {a["trajectory_id"]: a["advantage"] for a in attempts} == pytest.approx(means)
-        for name, mean in means.items():
-            nodes = ask(f"{root}/tree", trajectory_id=name, **of, update=update)["nodes"]
-            assert nodes[-1]["advantage"] == pytest.approx(mean)
-
-
 def test_curves_hold_updates_evaluations_and_staleness(ask, config):
     told = ask("/api/runs/r0/metrics")
     steps, metrics = told["global_step"], told["metrics"]
@@ -153,41 +136,6 @@ def test_curves_hold_updates_evaluations_and_staleness(ask, config):
         rows = rows_of(config, iteration_of(step))
         assert mean == pytest.approx((iteration_of(step) - rows["policy_version"]).mean())
     assert max(stale.values()) > 0
-
-
-def test_every_view_of_each_iteration_answers(ask, config, tokenizer):
-    for k in range(NUM_ITERATIONS):
-        root, rows = f"/api/datasets/d{k}", rows_of(config, k)
-        table = ask(f"{root}/trajectories")
-        assert table["trajectory_id"].to_list() == rows["trajectory_id"].to_list()
-        assert table["policy_version"].to_list() == rows["policy_version"].to_list()
-        told = ask(f"{root}/histogram", column="policy_version")
-        assert sum(told["counts"]) == len(rows)
-        for row in rows.to_dicts():
-            name = row["trajectory_id"]
-            said = ask(f"{root}/conversation", trajectory_id=name)["lanes"][0]["turns"]
-            assert said[-1]["role"] == "assistant"
-            nodes = ask(f"{root}/tree", trajectory_id=name)["nodes"]
-            whole = len(row["prompt_token_ids"]) + len(row["response_ids"])
-            assert nodes[-1]["end"] == whole
-            tokens = ask(f"{root}/tokens", trajectory_id=name)
-            text = b"".join(tokens["bytes"]).decode("utf-8", "replace")
-            assert text == tokenizer.decode(tokens["id"].to_list())
-        ids = ",".join(map(str, rows["response_ids"][0].to_list()))
-        hits = ask(f"{root}/search", ids=ids)["hits"]
-        assert rows["trajectory_id"][0] in {hit["trajectory_id"] for hit in hits}
-    tasks = [set(rows_of(config, k)["task_instance_id"]) for k in (0, 1)]
-    assert set(ask("/api/diff", a="d0", b="d1")["task_instance_id"]) == tasks[0] & tasks[1]
-    assert set(ask("/api/diff", a="d0", b="d0")["task_instance_id"]) == tasks[0]
-
-
-def test_a_run_that_was_moved_is_joined_as_before(config, tmp_path):
-    shutil.copytree(config.run.out, tmp_path / "elsewhere")
-    ask = Asked(tmp_path / "elsewhere")
-    for update in UPDATES:
-        assert set(ask(f"/api/runs/r0/updates/{update}")["dataset"]) == {f"d{iteration_of(update)}"}
-    (run,) = ask("/api/sources")["runs"]
-    assert None not in run["token_datasets"]
 
 
 def test_a_tokenizer_that_cannot_be_used_is_named(config, tmp_path):

@@ -235,13 +235,6 @@ def test_attempts_part_at_their_first_other_token(ask, shop):
         assert response[at] != (other[at] if at < len(other) else None)
 
 
-def test_a_copy_parts_nowhere(ask):
-    pairs = ask("/api/diff/pair", a="d0", b="d0", task="shop-0")["pairs"]
-    assert len(pairs) == 4
-    assert {pair["parts_at"] for pair in pairs} == {None}
-    assert all(pair["trajectory_a"] == pair["trajectory_b"] for pair in pairs)
-
-
 def test_merging_changes_no_number_of_a_diff(ask):
     found = ask("/api/diff", a="d0", b="d1")
     for name in ("num", "return", "solved", "response_tokens"):

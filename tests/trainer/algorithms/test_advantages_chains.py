@@ -1,7 +1,5 @@
 """The chain of a trajectory is the same whatever rows its steps are in."""
 
-from typing import Any
-
 import numpy as np
 import polars as pl
 import pytest
@@ -15,7 +13,7 @@ from schemas.strategies import rollout_tables
 from schemas.types import as_table
 from tests.helpers.examples import examples
 from tests.helpers.trainer_helpers import step
-from trainer.batches.chains import Chains, credit, make_chains
+from trainer.batches.chains import credit, make_chains
 
 REWARDED = ("reward", "rewards")
 relaxed = settings(
@@ -23,7 +21,7 @@ relaxed = settings(
 )
 
 
-def table(*rows: dict[str, Any]) -> pl.DataFrame:
+def table(*rows):
     import pyarrow as pa
 
     names = tuple({name for row in rows for name in row})
@@ -32,12 +30,12 @@ def table(*rows: dict[str, Any]) -> pl.DataFrame:
     return made
 
 
-def chains_of(rows: pl.DataFrame) -> Chains:
+def chains_of(rows):
     arrow = as_table(rows)
     return make_chains(arrow, Ragged.from_arrow(arrow.column("loss_mask")).values.astype(bool))
 
 
-def links(rows: pl.DataFrame) -> tuple[list[int], list[int], list[float]]:
+def links(rows):
     """Trajectory, token and reward of each link."""
     chains = chains_of(rows)
     tokens = Ragged.from_arrow(as_table(rows).column("response_ids")).values[chains.slots]
@@ -50,18 +48,18 @@ TWO = (
 )
 
 
-def test_the_documented_example() -> None:
+def test_the_documented_example():
     chains = chains_of(pipelines.merge(table(*TWO)).collect())
     assert (chains.slots.tolist(), chains.rewards.tolist()) == ([0, 2], [0.5, 1.0])
 
 
-def test_rewards_of_the_documented_example_go_to_the_token_before_them() -> None:
+def test_rewards_of_the_documented_example_go_to_the_token_before_them():
     last, of = np.array([1, 1, 1, 2]), np.array([0, 0, 1, 1])
     earned = credit(np.array([0, 0, 1]), last, np.array([1.0, 2.0, 4.0, 8.0]), of)
     assert earned.tolist() == [0.0, 3.0, 8.0]
 
 
-def test_a_reward_whose_own_tokens_do_not_train_is_earned_by_what_led_to_it() -> None:
+def test_a_reward_whose_own_tokens_do_not_train_is_earned_by_what_led_to_it():
     rows = table(
         step("a", 0, 0, [1], [3, 4], reward=0.5, loss_mask=[True, False]),
         step("a", 0, 1, [1], [5], reward=2.0, loss_mask=[False], is_last_step=True),
@@ -70,7 +68,7 @@ def test_a_reward_whose_own_tokens_do_not_train_is_earned_by_what_led_to_it() ->
     assert links(rows) == ([0, 1], [3, 6], [2.5, 4.0])
 
 
-def test_a_reward_before_every_trained_token_is_nobodys() -> None:
+def test_a_reward_before_every_trained_token_is_nobodys():
     rows = table(
         step("b", 0, 0, [1], [6], reward=4.0, is_last_step=True),
         step("a", 0, 0, [1], [3], reward=0.5, loss_mask=[False]),
@@ -79,7 +77,7 @@ def test_a_reward_before_every_trained_token_is_nobodys() -> None:
     assert links(rows) == ([0, 1], [6, 5], [4.0, 2.0])
 
 
-def test_a_step_that_sampled_nothing_passes_its_reward_on() -> None:
+def test_a_step_that_sampled_nothing_passes_its_reward_on():
     rows = table(
         step("a", 0, 0, [1], [3], reward=0.5),
         step("a", 0, 1, [1], [], reward=2.0, is_last_step=True),
@@ -87,7 +85,7 @@ def test_a_step_that_sampled_nothing_passes_its_reward_on() -> None:
     assert links(rows) == ([0], [3], [2.5])
 
 
-def test_rewards_per_token_win_over_the_scalar() -> None:
+def test_rewards_per_token_win_over_the_scalar():
     rows = table(
         step("a", 0, 0, [1], [3, 4, 5], reward=3.0, rewards=[1.0, 0.0, 2.0]),
         step("a", 0, 1, [1], [6, 7], reward=4.0, rewards=None, is_last_step=True),
@@ -95,7 +93,7 @@ def test_rewards_per_token_win_over_the_scalar() -> None:
     assert links(rows)[2] == [1.0, 0.0, 2.0, 0.0, 4.0]
 
 
-def test_interleaved_steps_are_in_the_order_they_were_taken() -> None:
+def test_interleaved_steps_are_in_the_order_they_were_taken():
     rows = table(
         step("a", 0, 0, [1], [3], reward=1.0),
         step("a", 0, 1, [2], [4], reward=2.0),
@@ -108,22 +106,22 @@ def test_interleaved_steps_are_in_the_order_they_were_taken() -> None:
     assert links(merged) == links(rows) == expected
 
 
-def test_an_observation_that_a_later_filter_trains_belongs_to_the_step_before_it() -> None:
+def test_an_observation_that_a_later_filter_trains_belongs_to_the_step_before_it():
     merged = pipelines.merge(table(*TWO)).collect()
     trained = merged.with_columns(loss_mask=pl.lit([True] * 3))
     assert links(trained) == ([0, 0, 0], [3, 9, 4], [0.5, 0.0, 1.0])
 
 
-def literal_links(rows: pl.DataFrame) -> tuple[list[int], list[int], list[float]]:
+def literal_links(rows):
     """Step by step, token by token: rewards wait for nobody but fall to the last trained token."""
     numbers = {name: i for i, name in enumerate(dict.fromkeys(rows["trajectory_id"]))}
-    trajectory: list[int] = []
-    tokens: list[int] = []
-    earned: list[float] = []
+    trajectory = []
+    tokens = []
+    earned = []
     for row in rows.to_dicts():
         own = numbers[row["trajectory_id"]]
 
-        def pay(reward: float, own: int = own) -> None:
+        def pay(reward, own=own):
             if trajectory and trajectory[-1] == own:
                 earned[-1] += reward
 
@@ -142,7 +140,7 @@ def literal_links(rows: pl.DataFrame) -> tuple[list[int], list[int], list[float]
 @relaxed
 @given(st.data())
 @pytest.mark.parametrize("rule", ["lineage", "consecutive"])
-def test_steps_and_merged_rows_make_the_same_chains(rule: Any, data: st.DataObject) -> None:
+def test_steps_and_merged_rows_make_the_same_chains(rule, data):
     optional = REWARDED[: data.draw(st.integers(0, 2))]
     arrow = data.draw(
         rollout_tables(min_trajectories=1, optional=optional, errors=False, user_column=False)

@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import math
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +16,6 @@ from tests.conftest import ROOT
 from tests.helpers.configs import train_config
 from tests.helpers.examples import examples
 from tests.helpers.trainer_helpers import (
-    VOCAB,
-    Row,
     forests_of,
     make_batch,
     row_lists,
@@ -29,22 +25,19 @@ from tests.helpers.trainer_helpers import (
     tiny_policy,
 )
 from trainer.algorithms.advantages import discounted_returns, gae, whiten
-from trainer.batch import Batch
-from trainer.config.train_config import TrainConfig
 from trainer.loss import critic_values
 from trainer.models.critic import Critic, clipped_value_loss, load_critic
 from trainer.run.batch_advantages import estimate
-from trainer.run.run import Run
 from trainer.update import update_critic
 
 NUMBERS = st.lists(st.tuples(*[st.floats(-4, 4)] * 3), min_size=1, max_size=12)
 
 
-def tensor(*values: float) -> torch.Tensor:
+def tensor(*values):
     return torch.tensor(values, dtype=torch.float64)
 
 
-def tiny_critic(seed: int = 1) -> Critic:
+def tiny_critic(seed=1):
     critic = Critic(tiny_llama())
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -53,19 +46,17 @@ def tiny_critic(seed: int = 1) -> Critic:
     return critic
 
 
-def run_of_critic(critic: Critic, **settings_: Any) -> Run:
+def run_of_critic(critic, **settings_):
     return run_of(tiny_policy(), critic=critic, estimator="gae", **settings_)
 
 
-def updated(
-    run: Run, batch: Batch, forests: list[Any], old: torch.Tensor, targets: torch.Tensor
-) -> dict[str, float]:
+def updated(run, batch, forests, old, targets):
     """An update of the critic whose old values and targets are these."""
     batch = dataclasses.replace(batch, values=old, value_targets=targets)
     return update_critic(run, batch, forests)
 
 
-def plain_values(critic: Critic, rows: list[Row]) -> torch.Tensor:
+def plain_values(critic, rows):
     """[T] of all response tokens: one plain forward per row, the state before each token."""
     parts = []
     for prompt, response, _ in rows:
@@ -76,20 +67,8 @@ def plain_values(critic: Critic, rows: list[Row]) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def test_value_loss_by_hand_in_every_branch() -> None:
-    values = tensor(1.0, 1.0, 0.1, -1.0)
-    old, target = tensor(0.0, 0.0, 0.0, 0.0), tensor(2.0, 0.0, 1.0, 1.0)
-    # clipped to 0.2, 0.2, 0.1, -0.2: errors 1.8 > 1, 0.2 < 1, 0.9, 1.2 < 2
-    loss = clipped_value_loss(values, old, target, clip=0.2)
-    torch.testing.assert_close(loss, tensor(1.62, 0.5, 0.405, 2.0), rtol=1e-12, atol=0)
-    plain = clipped_value_loss(values, old, target, clip=None)
-    torch.testing.assert_close(plain, tensor(0.5, 0.5, 0.405, 2.0), rtol=1e-12, atol=0)
-
-
 @given(NUMBERS, st.floats(0.1, 2))
-def test_value_loss_and_its_gradient_are_the_literal_formulas(
-    numbers: list[tuple[float, float, float]], clip: float
-) -> None:
+def test_value_loss_and_its_gradient_are_the_literal_formulas(numbers, clip):
     values, old, target = (tensor(*column) for column in zip(*numbers, strict=True))
     values.requires_grad_()
     found = clipped_value_loss(values, old, target, clip=clip)
@@ -103,7 +82,7 @@ def test_value_loss_and_its_gradient_are_the_literal_formulas(
             assert gradient[i].item() == pytest.approx((v - t) * flows, abs=1e-9)
 
 
-def test_value_loss_is_the_references() -> None:
+def test_value_loss_is_the_references():
     reference = json.loads((ROOT / "tests/data/reference_advantages.json").read_text())
     given_, found = reference["inputs"], reference["outputs"]
     old, moved, target = (
@@ -120,7 +99,7 @@ def test_value_loss_is_the_references() -> None:
 
 @settings(max_examples=examples(15), deadline=None)
 @given(row_lists(), st.sampled_from([16, 4096]))
-def test_values_are_of_what_stands_before_each_token(rows: list[Row], budget: int) -> None:
+def test_values_are_of_what_stands_before_each_token(rows, budget):
     critic, batch = tiny_critic(), make_batch(rows)
     values = critic_values(run_of_critic(critic), batch, forests_of(batch, budget))
     expected = plain_values(critic, rows).detach()
@@ -132,16 +111,14 @@ def test_values_are_of_what_stands_before_each_token(rows: list[Row], budget: in
 
 @settings(max_examples=examples(15), deadline=None)
 @given(row_lists(), st.integers(0, 2**31), st.sampled_from([12, 4096]))
-def test_critics_gradient_is_that_of_the_mean_over_the_mini_batch(
-    rows: list[Row], seed: int, budget: int
-) -> None:
+def test_critics_gradient_is_that_of_the_mean_over_the_mini_batch(rows, seed, budget):
     critic, batch = tiny_critic(), make_batch(rows)
     expected = plain_values(critic, rows).detach()
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(2, len(expected), generator=generator)
     old, targets = expected + 0.3 * noise[0], expected + noise[1]
     learner = run_of_critic(critic, max_grad_norm=1e9, critic_learning_rate=1e-30)
-    kept: list[torch.Tensor] = []
+    kept = []
     learner.critic_optimizer.register_step_pre_hook(lambda *_: kept.append(all_gradients(critic)))
     metrics = updated(learner, batch, forests_of(batch, budget), old, targets)
     at = torch.from_numpy(batch.trains)
@@ -155,32 +132,11 @@ def test_critics_gradient_is_that_of_the_mean_over_the_mini_batch(
     assert (kept[0] - gradient).norm() <= 1e-3 * gradient.norm() + 1e-4
 
 
-def all_gradients(critic: Critic) -> torch.Tensor:
+def all_gradients(critic):
     return torch.cat([p.grad.flatten() for p in critic.trained_parameters() if p.grad is not None])
 
 
-@pytest.mark.slow
-def test_value_loss_falls() -> None:
-    rng = np.random.default_rng(0)
-    rows: list[Row] = [
-        (rng.integers(0, VOCAB, 4).tolist(), rng.integers(0, VOCAB, 4).tolist(), [True] * 4)
-        for _ in range(6)
-    ]
-    batch = make_batch(rows)
-    critic = Critic(tiny_llama())
-    learner = run_of_critic(critic, critic_learning_rate=0.05, value_clip=None)
-    targets = torch.repeat_interleave(torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 0.0]), 4)
-    losses = []
-    for _ in range(40):
-        old = critic_values(learner, batch, forests_of(batch))
-        losses.append(
-            updated(learner, batch, forests_of(batch, 16), old, targets)["critic/critic_loss"]
-        )
-    assert losses[0] == pytest.approx(0.25)
-    assert losses[-1] < 0.05 * losses[0]
-
-
-def test_gradient_that_is_not_finite_moves_no_critic() -> None:
+def test_gradient_that_is_not_finite_moves_no_critic():
     batch, critic = make_batch([([1], [2, 3], [True, True])]), tiny_critic()
     before = [p.detach().clone() for p in critic.parameters()]
     old, targets = torch.zeros(2), torch.tensor([math.inf, 0.0])
@@ -189,16 +145,16 @@ def test_gradient_that_is_not_finite_moves_no_critic() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, critic.parameters(), strict=True))
 
 
-def test_mini_batch_without_targets_moves_no_critic() -> None:
+def test_mini_batch_without_targets_moves_no_critic():
     batch = make_batch([([1], [2, 3], [False, False])])
     learner = run_of_critic(tiny_critic())
     metrics = updated(learner, batch, forests_of(batch), torch.zeros(2), torch.zeros(2))
     assert set(metrics.values()) == {0.0}
 
 
-def test_a_fresh_critic_says_zero_and_a_saved_one_what_it_said(tmp_path: Path) -> None:
+def test_a_fresh_critic_says_zero_and_a_saved_one_what_it_said(tmp_path):
     fresh = load_critic(save_tiny_model(tmp_path / "model"))
-    rows: list[Row] = [([1, 2], [3, 4], [True, True])]
+    rows = [([1, 2], [3, 4], [True, True])]
     batch = make_batch(rows)
     forests = forests_of(batch)
     assert critic_values(run_of_critic(fresh), batch, forests).tolist() == [0.0, 0.0]
@@ -209,7 +165,7 @@ def test_a_fresh_critic_says_zero_and_a_saved_one_what_it_said(tmp_path: Path) -
     torch.testing.assert_close(critic_values(run_of_critic(again), batch, forests), expected)
 
 
-def test_gradient_checkpointing_recomputes_the_critics_layers(tmp_path: Path) -> None:
+def test_gradient_checkpointing_recomputes_the_critics_layers(tmp_path):
     path, calls = save_tiny_model(tmp_path), list[bool]()
     critic = load_critic(path, gradient_checkpointing=True)
     torch.nn.init.ones_(critic.value_head.weight)
@@ -220,7 +176,7 @@ def test_gradient_checkpointing_recomputes_the_critics_layers(tmp_path: Path) ->
     assert calls == [False, False]
 
 
-def test_value_head_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_value_head_of_another_model_is_refused(tmp_path):
     path = save_tiny_model(tmp_path)
     from safetensors.torch import save_file
 
@@ -234,7 +190,7 @@ def test_value_head_of_another_model_is_refused(tmp_path: Path) -> None:
         load_critic(path)
 
 
-ROWS: list[Row] = [
+ROWS = [
     ([1], [2, 3, 4], [True, False, True]),
     ([1, 2, 3, 4, 5], [6], [True]),
     ([7], [8, 9], [True, True]),
@@ -242,17 +198,17 @@ ROWS: list[Row] = [
 OWNERS = [("g", "g_0"), ("g", "g_0"), ("g", "g_1")]
 
 
-def config(**settings_: Any) -> TrainConfig:
+def config(**settings_):
     return train_config(dataset="d", model="m", out="o", **settings_)
 
 
-def rewarded_batch() -> Any:
+def rewarded_batch():
     return make_batch(
         ROWS, trajectories=OWNERS, rewards=[1.0, 2.0, 4.0], advantages=[3.0, 3.0, 5.0]
     )
 
 
-def test_gae_follows_the_steps_and_skips_what_does_not_train() -> None:
+def test_gae_follows_the_steps_and_skips_what_does_not_train():
     values = torch.tensor([0.5, math.nan, 0.25, 1.0, -1.0, 2.0])
     settings_ = config(estimator="gae", gamma=0.5, gae_lambda=0.5)
     found = estimate(
@@ -270,7 +226,7 @@ def test_gae_follows_the_steps_and_skips_what_does_not_train() -> None:
     assert found.value_targets[1].isnan()
 
 
-def test_reinforce_plus_plus_whitens_the_returns_over_trained_tokens_alone() -> None:
+def test_reinforce_plus_plus_whitens_the_returns_over_trained_tokens_alone():
     found = estimate(
         Accelerator(), rewarded_batch(), config(estimator="reinforce++", gamma=0.5).advantage
     )
@@ -284,13 +240,13 @@ def test_reinforce_plus_plus_whitens_the_returns_over_trained_tokens_alone() -> 
     assert found.value_targets is None
 
 
-def test_outcome_advantages_reach_every_trained_token() -> None:
+def test_outcome_advantages_reach_every_trained_token():
     found = estimate(Accelerator(), rewarded_batch(), config(estimator="rloo").advantage)
     assert found.advantages.tolist() == [3.0, 0.0, 3.0, 3.0, 5.0, 5.0]
     assert found.raw_advantages.tolist() == found.advantages.tolist()
 
 
-def test_batch_normalization_counts_trained_tokens_alone() -> None:
+def test_batch_normalization_counts_trained_tokens_alone():
     found = estimate(Accelerator(), rewarded_batch(), config(batch_normalize=True).advantage)
     # mean 19 / 5, variance 24 / 25 over the five trained tokens
     expected = [(a - 3.8) / math.sqrt(0.96) for a in (3.0, 3.0, 3.0, 5.0, 5.0)]

@@ -1,12 +1,9 @@
 """Functions of the user's: what they take, what is refused and how, by name."""
 
-from __future__ import annotations
-
 import inspect
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,31 +27,30 @@ from trainer.config.functions import (
     KINDS,
     LOSS_REDUCTION,
     POLICY_LOSS,
-    Kind,
     bind,
     find,
     inputs_of,
 )
 from trainer.config.loss_config import LossConfig
 from trainer.config.sections import AdvantageConfig
-from trainer.config.train_config import TrainConfig, load_config, uses
+from trainer.config.train_config import load_config, uses
 
 HERE = __name__
 PATHS = {"dataset": "d", "model": "m", "out": "o"}
 
 
-def clipped(logprobs: Any, old_logprobs: Any, advantages: Any, **keys: Any) -> Any:
+def clipped(logprobs, old_logprobs, advantages, **keys):
     assert keys == {"beta": 2}
     ratio = (logprobs - old_logprobs).clamp(-20, 20).exp()
     return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.3) * advantages)
 
 
-def with_metrics(logprobs: Any, rollout_logprobs: Any, beta: float = 0.5) -> TokenLoss:
+def with_metrics(logprobs, rollout_logprobs, beta=0.5):
     losses = beta * (rollout_logprobs - logprobs)
     return TokenLoss(losses, losses > 0, {"distance": losses.detach()})
 
 
-def editing(logprobs: Any, old_logprobs: Any, advantages: Any, row: Any) -> Any:
+def editing(logprobs, old_logprobs, advantages, row):
     losses = -advantages * logprobs
     for values in (old_logprobs, row):
         values.zero_()
@@ -62,12 +58,12 @@ def editing(logprobs: Any, old_logprobs: Any, advantages: Any, row: Any) -> Any:
     return losses
 
 
-def scaled(logprobs: Any, advantages: Any, *, sapo_tau_pos: float, beta: float) -> Any:
+def scaled(logprobs, advantages, *, sapo_tau_pos, beta):
     return -sapo_tau_pos * beta * advantages * logprobs
 
 
-def zeros(logprobs: Any, make: str) -> Any:
-    made: dict[str, Any] = {
+def zeros(logprobs, make):
+    made = {
         "sum": logprobs.sum(),
         "number": 0.0,
         "none": None,
@@ -84,20 +80,20 @@ def zeros(logprobs: Any, make: str) -> Any:
     return made[make]
 
 
-def raising(logprobs: Any) -> Any:
+def raising(logprobs):
     raise IndexError(f"{len(logprobs)} is too many")
 
 
-def centred(returns: Any, scale: float = 1.0) -> Any:
+def centred(returns, scale=1.0):
     returns -= returns.mean()  # in place
     return scale * returns
 
 
-def by_group(rewards: Any, trajectory: Any, group_index: Any) -> Any:
+def by_group(rewards, trajectory, group_index):
     return torch.from_numpy(rewards - group_index + trajectory)
 
 
-def with_critic(rewards: Any, values: Any, make: str = "pair") -> Any:
+def with_critic(rewards, values, make="pair"):
     made = {
         "pair": CriticAdvantages(rewards - values, rewards),
         "array": rewards,
@@ -106,8 +102,8 @@ def with_critic(rewards: Any, values: Any, make: str = "pair") -> Any:
     return made[make]
 
 
-def arrays(returns: Any, make: str) -> Any:
-    made: dict[str, Any] = {
+def arrays(returns, make):
+    made = {
         "text": ["a"] * len(returns),
         "none": None,
         "short": returns[1:],
@@ -119,18 +115,18 @@ def arrays(returns: Any, make: str) -> Any:
     return made[make]
 
 
-def by_row(row: Any, num_rows: int) -> Any:
+def by_row(row, num_rows):
     return 1 / (num_rows * np.bincount(row)[row])
 
 
-def not_finite(num_targets: int) -> Any:
+def not_finite(num_targets):
     return [float("inf")] * num_targets
 
 
 class Losses:
     """A callable of another kind."""
 
-    def __call__(self, logprobs: Any) -> Any:
+    def __call__(self, logprobs):
         return -logprobs
 
 
@@ -138,44 +134,44 @@ instance = Losses()
 NOT_CALLABLE = 3
 
 
-def no_logprobs(log_probs: Any, advantages: Any) -> Any:
+def no_logprobs(log_probs, advantages):
     return log_probs * advantages
 
 
-def skyrl_names(logprobs: Any, old_log_probs: Any, advantages: Any) -> Any:
+def skyrl_names(logprobs, old_log_probs, advantages):
     return logprobs * advantages * old_log_probs
 
 
-def positional(logprobs: Any, /) -> Any:
+def positional(logprobs, /):
     return logprobs
 
 
-def variadic(*logprobs: Any) -> Any:
+def variadic(*logprobs):
     return logprobs
 
 
-def both(returns: Any, rewards: Any) -> Any:
+def both(returns, rewards):
     return returns + rewards
 
 
-def mixed(returns: Any, values: Any) -> Any:
+def mixed(returns, values):
     return returns + values
 
 
-def typed(logprobs: Any, beta: float, power: int, name: str, *, on: bool = True) -> Any:
+def typed(logprobs, beta: float, power: int, name: str, *, on: bool = True):
     return logprobs * beta**power * len(name) * on
 
 
-def config(**settings: Any) -> TrainConfig:
+def config(**settings):
     return train_config(**PATHS, **settings)
 
 
-def own(function: Any) -> str:
+def own(function):
     return f"{HERE}:{function.__name__}"
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.key)
-def test_built_in_functions_take_what_their_table_says(kind: Kind) -> None:
+def test_built_in_functions_take_what_their_table_says(kind):
     for name in kind.built_in:
         function = find(kind, name)
         assert function.inputs == inputs_of(kind, name), name
@@ -184,7 +180,7 @@ def test_built_in_functions_take_what_their_table_says(kind: Kind) -> None:
         assert function.inputs - {"selected", "divergence"} <= {*kind.inputs}, name
 
 
-def test_the_page_and_the_keys_name_every_function_and_input() -> None:
+def test_the_page_and_the_keys_name_every_function_and_input():
     page = (Path(__file__).parents[3] / "docs/algorithms.md").read_text(encoding="utf-8")
     for kind in KINDS:
         [line] = [row for row in page.splitlines() if row.startswith(f"| `{kind.path}` | ")]
@@ -196,7 +192,7 @@ def test_the_page_and_the_keys_name_every_function_and_input() -> None:
 
 @settings(deadline=None)
 @given(x=targets())
-def test_a_loss_gets_its_tensors_and_keys_by_name(x: Targets) -> None:
+def test_a_loss_gets_its_tensors_and_keys_by_name(x):
     c = LossConfig(policy_loss_type=own(clipped), own={"beta": 2}, **SETTINGS)
     regular = LossConfig(policy_loss_type="regular", **SETTINGS)
     found, expected = (
@@ -215,7 +211,7 @@ def test_a_loss_gets_its_tensors_and_keys_by_name(x: Targets) -> None:
 
 @settings(deadline=None)
 @given(x=targets())
-def test_a_loss_may_return_what_it_clipped_and_metrics(x: Targets) -> None:
+def test_a_loss_may_return_what_it_clipped_and_metrics(x):
     found = policy_loss(x, bind(POLICY_LOSS, LossConfig(policy_loss_type=own(with_metrics))))
     assert torch.equal(found.clipped, x.rollout_logprobs > x.logprobs)
     assert list(found.metrics) == ["policy_loss/distance"]
@@ -242,7 +238,7 @@ def test_a_loss_may_return_what_it_clipped_and_metrics(x: Targets) -> None:
         ("names", "metrics: found a value of type list"),
     ],
 )
-def test_a_loss_that_does_not_fit_is_named(make: str, message: str) -> None:
+def test_a_loss_that_does_not_fit_is_named(make, message):
     x = some_targets(3)
     c = LossConfig(policy_loss_type=own(zeros), own={"make": make})
     where = f"{own(zeros)}(: |, )"
@@ -252,7 +248,7 @@ def test_a_loss_that_does_not_fit_is_named(make: str, message: str) -> None:
         assert error.value.hint == "return one loss per target; loss.reduction reduces the losses"
 
 
-def test_a_loss_that_edits_its_inputs_edits_copies() -> None:
+def test_a_loss_that_edits_its_inputs_edits_copies():
     x, before = some_targets(3), some_targets(3)
     found = policy_loss(x, bind(POLICY_LOSS, LossConfig(policy_loss_type=own(editing))))
     found.losses.sum().backward()
@@ -261,7 +257,7 @@ def test_a_loss_that_edits_its_inputs_edits_copies() -> None:
         assert torch.equal(getattr(x, name), getattr(before, name))
 
 
-def some_targets(num: int) -> Targets:
+def some_targets(num):
     values = -torch.arange(1.0, num + 1, dtype=torch.float64)
     return Targets(
         logprobs=values.clone().requires_grad_(),
@@ -273,7 +269,7 @@ def some_targets(num: int) -> Targets:
     )
 
 
-def test_what_a_function_raises_is_its_own_with_its_line() -> None:
+def test_what_a_function_raises_is_its_own_with_its_line():
     with pytest.raises(RolloutError) as error:
         policy_loss(some_targets(3), bind(POLICY_LOSS, LossConfig(policy_loss_type=own(raising))))
     line = inspect.getsourcelines(raising)[1] + 1
@@ -287,7 +283,7 @@ def test_what_a_function_raises_is_its_own_with_its_line() -> None:
 
 
 @given(st.lists(st.floats(-5, 5), max_size=6))
-def test_an_estimator_gets_copies_and_returns_any_numbers(values: list[float]) -> None:
+def test_an_estimator_gets_copies_and_returns_any_numbers(values):
     returns, group = np.array(values), np.zeros(len(values), np.int64)
     c = config(estimator=own(centred), advantage_own={"scale": 2})
     found = advantages_of_returns(returns, group, bind(ADVANTAGE_ESTIMATOR, c.advantage))
@@ -302,7 +298,7 @@ def test_an_estimator_gets_copies_and_returns_any_numbers(values: list[float]) -
     assert (found.tolist(), critic) == ([0.0, 1.0, 2.0], None)
 
 
-def test_an_estimator_that_takes_values_has_a_critic() -> None:
+def test_an_estimator_that_takes_values_has_a_critic():
     c = config(estimator=own(with_critic), critic_model="c")
     assert c.advantage.needs_critic
     assert c.advantage.by_token
@@ -338,7 +334,7 @@ def test_an_estimator_that_takes_values_has_a_critic() -> None:
         ("ragged", r"found a value of type list, which NumPy cannot convert \("),
     ],
 )
-def test_advantages_that_do_not_fit_are_named(make: str, message: str) -> None:
+def test_advantages_that_do_not_fit_are_named(make, message):
     c = config(estimator=own(arrays), advantage_own={"make": make})
     with pytest.raises(RolloutError, match=f"{own(arrays)}: {message}"):
         advantages_of_returns(
@@ -347,7 +343,7 @@ def test_advantages_that_do_not_fit_are_named(make: str, message: str) -> None:
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12))
-def test_a_reduction_gets_its_arrays_by_name(rows: list[int]) -> None:
+def test_a_reduction_gets_its_arrays_by_name(rows):
     row = np.sort(np.array(rows))
     ids = dict.fromkeys(("row", "trajectory", "group", "micro_batch"), row)
     totals = ("num_rows", "num_trajectories", "num_groups", "num_micro_batches")
@@ -400,9 +396,7 @@ def test_a_reduction_gets_its_arrays_by_name(rows: list[int]) -> None:
         ({"estimator": own(centred), "critic_model": "c"}, "that takes `values`", None),
     ],
 )
-def test_functions_are_checked_with_the_configuration(
-    settings_: dict[str, Any], message: str, hint: str | None
-) -> None:
+def test_functions_are_checked_with_the_configuration(settings_, message, hint):
     with pytest.raises(RolloutError) as error:
         config(**settings_)
     assert message in str(error.value)
@@ -428,9 +422,7 @@ GOOD = {"beta": 1, "power": 2, "name": "a"}
         (GOOD | {"beta": np.float32(1)}, "lists and tables of these", None),
     ],
 )
-def test_keys_are_checked_with_the_configuration(
-    table: dict[str, Any], message: str, hint: str | None
-) -> None:
+def test_keys_are_checked_with_the_configuration(table, message, hint):
     assert config(**TYPED, loss_own=GOOD).loss.own == GOOD
     with pytest.raises(RolloutError) as error:
         config(**TYPED, loss_own=table)
@@ -438,13 +430,13 @@ def test_keys_are_checked_with_the_configuration(
     assert hint is None or hint in (error.value.hint or "")
 
 
-def test_built_in_functions_have_no_keys_of_their_own() -> None:
+def test_built_in_functions_have_no_keys_of_their_own():
     with pytest.raises(RolloutError, match="`eps_clip_hgh` has no effect") as error:
         config(loss_own={"eps_clip_hgh": 0.1})
     assert error.value.hint == "did you mean `loss.eps_clip_high`?"
 
 
-def test_keys_come_from_a_table_and_from_overrides(tmp_path: Path) -> None:
+def test_keys_come_from_a_table_and_from_overrides(tmp_path):
     file = tmp_path / "c.toml"
     file.write_text(
         f'[loss]\npolicy_loss_type = "{own(typed)}"\n[loss.own]\nbeta = 1.5\npower = 2\nname = "a"'
@@ -460,7 +452,7 @@ def test_keys_come_from_a_table_and_from_overrides(tmp_path: Path) -> None:
     assert "`loss.own.beta`" in (error.value.hint or "")
 
 
-def test_what_a_function_takes_decides_what_a_run_needs() -> None:
+def test_what_a_function_takes_decides_what_a_run_needs():
     plain = config(policy_loss_type=own(scaled), loss_own={"beta": 1})
     assert not plain.loss.is_supervised
     assert plain.loss.importance_weights == "token"
@@ -478,7 +470,7 @@ def test_what_a_function_takes_decides_what_a_run_needs() -> None:
     assert config(policy_loss_type=f"{HERE}:instance").loss.is_supervised
 
 
-def test_the_use_of_a_function_is_a_line_with_its_keys() -> None:
+def test_the_use_of_a_function_is_a_line_with_its_keys():
     c = config(policy_loss_type=own(scaled), loss_own={"beta": 2}, estimator=own(centred))
     found = uses(c)
     line = inspect.getsourcelines(scaled)[1]
@@ -496,7 +488,7 @@ def test_the_use_of_a_function_is_a_line_with_its_keys() -> None:
 
 
 @pytest.mark.slow
-def test_public_types_import_no_torch_before_they_are_used() -> None:
+def test_public_types_import_no_torch_before_they_are_used():
     code = (
         "import sys, trainer\n"
         "c = trainer.LossConfig(policy_loss_type='gspo')\n"

@@ -1,7 +1,5 @@
 """Rows that no writer of ours makes, and a trainer must not train on."""
 
-from typing import Any
-
 import polars as pl
 import pyarrow as pa
 import pytest
@@ -13,18 +11,17 @@ from tests.helpers.trainer_helpers import VOCAB, step
 from trainer.batch import index_rows
 from trainer.batches.forest import RowLimit
 from trainer.batches.plan import make_plan
-from trainer.config.train_config import TrainConfig
 from trainer.run.check_dataset import check_rows
 
 NAN, INF = float("nan"), float("inf")
 SAMPLED = {"rollout_logprobs": [-1.0, -2.0], "temperature": 1.0}
 
 
-def config(**settings: Any) -> TrainConfig:
+def config(**settings):
     return train_config(dataset="d", model="m", out="o", **settings)
 
 
-def two_trajectories(**values: Any) -> list[dict[str, Any]]:
+def two_trajectories(**values):
     """Two steps each, of one group."""
     return [
         step("a", repetition, index, [1], [2, 3], reward=float(repetition * index)) | values
@@ -33,12 +30,12 @@ def two_trajectories(**values: Any) -> list[dict[str, Any]]:
     ]
 
 
-def table_of(rows: list[dict[str, Any]]) -> pl.DataFrame:
+def table_of(rows):
     names = tuple({name for row in rows for name in row})
     return pl.DataFrame(pa.Table.from_pylist(rows, schema=arrow_schema(names)))
 
 
-def checked(rows: list[dict[str, Any]], **settings: Any) -> pl.DataFrame:
+def checked(rows, **settings):
     index, made = index_rows(table_of(rows).lazy()), config(**settings)
     returns = pl.DataFrame(
         {
@@ -52,13 +49,13 @@ def checked(rows: list[dict[str, Any]], **settings: Any) -> pl.DataFrame:
     return check_rows(index, make_plan(returns, made), made, vocab_size=VOCAB, limit=limit)
 
 
-def changed(row: int, **values: Any) -> list[dict[str, Any]]:
+def changed(row, **values):
     rows = two_trajectories()
     rows[row] |= values
     return rows
 
 
-def test_rows_that_are_in_order_are_let_through() -> None:
+def test_rows_that_are_in_order_are_let_through():
     assert len(checked(two_trajectories(**SAMPLED), estimator="gae")) == 4
 
 
@@ -75,9 +72,7 @@ def test_rows_that_are_in_order_are_let_through() -> None:
         ),
     ],
 )
-def test_rows_without_a_finite_temperature_are_refused(
-    rows: list[dict[str, Any]], message: str
-) -> None:
+def test_rows_without_a_finite_temperature_are_refused(rows, message):
     with pytest.raises(RolloutError, match=message):
         checked(rows)
 
@@ -90,8 +85,6 @@ def test_rows_without_a_finite_temperature_are_refused(
         ({"rewards": [0.0, None]}, "reward_finite"),
     ],
 )
-def test_step_rewards_that_would_spoil_a_batch_are_refused(
-    values: dict[str, Any], message: str
-) -> None:
+def test_step_rewards_that_would_spoil_a_batch_are_refused(values, message):
     with pytest.raises(RolloutError, match=message):
         checked(changed(0, **values), estimator="reinforce++")

@@ -1,7 +1,5 @@
 """Micro-batches dealt to processes, and what a process forwards that has none."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -26,14 +24,14 @@ ROWS = [([1, 2, 3], [4, 5], [True, True]), ([7] * 9, [8, 9, 10], [True, False, T
 SAMPLED = [[-2.0, -3.0], [-1.0, -2.0, -4.0]]
 
 
-def test_the_costliest_go_to_the_processes_with_the_least_to_do() -> None:
+def test_the_costliest_go_to_the_processes_with_the_least_to_do():
     assert balance(np.array([1.0, 7.0, 3.0, 6.0, 2.0]), np.arange(5), 2).tolist() == [0, 0, 1, 1, 0]
 
 
 @given(COSTS, st.integers(1, 8), st.data())
 def test_rows_of_a_unit_go_to_one_process_and_rows_of_a_unit_without_a_cost_to_none(
-    costs: list[float], num_ranks: int, data: st.DataObject
-) -> None:
+    costs, num_ranks, data
+):
     size = len(costs)
     units = np.array(data.draw(st.lists(st.integers(0, 9), min_size=size, max_size=size)), np.int64)
     free = np.array(data.draw(st.lists(st.booleans(), min_size=size, max_size=size)), np.bool_)
@@ -46,20 +44,18 @@ def test_rows_of_a_unit_go_to_one_process_and_rows_of_a_unit_without_a_cost_to_n
 
 
 @given(COSTS, st.integers(1, 8))
-def test_totals_of_processes_differ_by_one_unit_at_most(costs: list[float], num_ranks: int) -> None:
+def test_totals_of_processes_differ_by_one_unit_at_most(costs, num_ranks):
     ranks = balance(np.array(costs), np.arange(len(costs)), num_ranks)
     totals = np.bincount(ranks, costs, num_ranks) if costs else np.zeros(num_ranks)
     assert np.ptp(totals) <= max(costs, default=0.0) * (1 + 1e-9)
 
 
-def test_a_deep_token_costs_more_than_a_shallow_one() -> None:
+def test_a_deep_token_costs_more_than_a_shallow_one():
     deep, shallow = cost(np.array([40, 20]))
     assert deep == 40 + 780 / 16384 > 2 * shallow
 
 
-LOSSES: list[dict[str, Any]] = [
-    {"policy_loss_type": name, "tis_ratio_type": None} for name in POLICY_LOSS.built_in
-]
+LOSSES = [{"policy_loss_type": name, "tis_ratio_type": None} for name in POLICY_LOSS.built_in]
 LOSSES += [
     {"tis_ratio_type": "token"},
     {"tis_ratio_type": "sequence", "sequence_mask_metric": "geometric", "entropy_loss_coef": 0.1},
@@ -69,7 +65,7 @@ LOSSES += [
 
 
 @pytest.mark.parametrize("settings", LOSSES, ids=lambda s: "-".join(map(str, s.values())))
-def test_a_filler_changes_no_number_of_an_update(settings: dict[str, Any]) -> None:
+def test_a_filler_changes_no_number_of_an_update(settings):
     policy = tiny_policy(tie_word_embeddings=False)
     batch = make_batch(ROWS, advantages=[1.0, -2.0], rollout_logprobs=SAMPLED)
     forests = forests_of(batch, 12)
@@ -86,7 +82,7 @@ def test_a_filler_changes_no_number_of_an_update(settings: dict[str, Any]) -> No
     assert found[0] == found[1]
 
 
-def test_a_filler_gives_every_parameter_a_gradient_of_zero() -> None:
+def test_a_filler_gives_every_parameter_a_gradient_of_zero():
     policy, critic = tiny_policy(tie_word_embeddings=False), Critic(tiny_llama())
     logprobs, entropy = policy(FILLER, torch.ones(0))
     critic(FILLER).sum().backward()

@@ -1,9 +1,5 @@
 """From a dataset on disk to planned, masked, loaded batches."""
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import polars as pl
 import pytest
@@ -27,17 +23,16 @@ from trainer.batch import groups_with_gradient, index_rows
 from trainer.batches.forest import RowLimit, chain_lengths
 from trainer.batches.plan import dataset_returns, make_plan
 from trainer.config.sections import BatchConfig
-from trainer.config.train_config import TrainConfig
 from trainer.run.check_dataset import check_rows, corrects_for_sampler
 
 LIMIT = RowLimit(num_tokens=100, reason="tokens_per_micro_batch", hint="raise it")
 
 
-def config(**settings: Any) -> TrainConfig:
+def config(**settings):
     return train_config(dataset="d", model="m", out="o", **{"partial_groups": "train"} | settings)
 
 
-def returns(*rows: tuple[str, float | None, str | None]) -> pl.DataFrame:
+def returns(*rows):
     """One trajectory per (instance, return, error)."""
     names = [f"{instance}_{i}" for i, (instance, _, _) in enumerate(rows)]
     schema = {"instance_id": pl.String, "return": pl.Float64, "error": pl.String}
@@ -45,16 +40,16 @@ def returns(*rows: tuple[str, float | None, str | None]) -> pl.DataFrame:
     return table.insert_column(1, pl.Series("trajectory_id", names))
 
 
-def groups(num: int, *, low: float = 0.0) -> pl.DataFrame:
+def groups(num, *, low=0.0):
     """`num` groups of two, rewarded 1 and `low`."""
     return returns(*((f"g{i}", reward, None) for i in range(num) for reward in (1.0, low)))
 
 
-def scan(tmp_path: Path, rows: list[dict[str, Any]], **metadata: Any) -> pl.LazyFrame:
+def scan(tmp_path, rows, **metadata):
     return rollout_io.scan(write_dataset(tmp_path / "ds", rows, **metadata))
 
 
-def checked(rollouts: pl.LazyFrame, **settings: Any) -> pl.DataFrame:
+def checked(rollouts, **settings):
     """With an entropy bonus, a trajectory that is alone in its group can learn."""
     made = config(**{"entropy_loss_coef": 0.1} | settings)
     plan = make_plan(pipelines.trajectory_returns(rollouts).collect(), made)
@@ -62,16 +57,14 @@ def checked(rollouts: pl.LazyFrame, **settings: Any) -> pl.DataFrame:
 
 
 @pytest.mark.parametrize(("outcome", "expected"), [(None, 1.0), ("last", 1.0), ("sum", 1.5)])
-def test_the_config_chooses_how_returns_are_computed(
-    outcome: str | None, expected: float, tmp_path: Path
-) -> None:
+def test_the_config_chooses_how_returns_are_computed(outcome, expected, tmp_path):
     last = step("g0", 0, 1, [1, 2, 3], [4], reward=1.0, is_last_step=True)
     steps = [step("g0", 0, 0, [1], [2], reward=0.5), last]
     found = dataset_returns(scan(tmp_path, steps), config(outcome=outcome))
     assert found["return"].to_list() == [expected]
 
 
-def test_batches_follow_first_appearance_and_the_rest_is_a_smaller_batch() -> None:
+def test_batches_follow_first_appearance_and_the_rest_is_a_smaller_batch():
     plan = make_plan(groups(7), config(groups_per_batch=4, groups_per_mini_batch=2))
     assert plan.batches == (("g0", "g1", "g2", "g3"), ("g4", "g5", "g6"))
     mini_batch = plan.trajectories.group_by("instance_id", maintain_order=True).agg(
@@ -80,7 +73,7 @@ def test_batches_follow_first_appearance_and_the_rest_is_a_smaller_batch() -> No
     assert mini_batch["mini_batch"].to_list() == [[0], [0], [1], [1], [0], [0], [1]]
 
 
-def test_one_failure_masks_its_group_or_only_itself() -> None:
+def test_one_failure_masks_its_group_or_only_itself():
     table = returns(("a", 1.0, None), ("a", None, "timeout"), ("a", 0.0, None), ("b", 1.0, None))
     group = make_plan(table, config()).trajectories
     alone = make_plan(table, config(failed="trajectory")).trajectories
@@ -89,20 +82,20 @@ def test_one_failure_masks_its_group_or_only_itself() -> None:
     assert group["failed"].to_list() == [False, True, False, False]
 
 
-def test_failures_never_enter_baselines() -> None:
+def test_failures_never_enter_baselines():
     table = returns(("a", 1.0, None), ("a", None, "timeout"), ("a", 0.0, None))
     plan = make_plan(table, config(failed="trajectory", normalize_by_std=False))
     assert plan.trajectories["advantage"].to_list() == [0.5, 0.0, -0.5]
 
 
-def test_advantages_do_not_depend_on_the_order_of_scattered_groups() -> None:
+def test_advantages_do_not_depend_on_the_order_of_scattered_groups():
     table = returns(("b", 1.0, None), ("a", 0.0, None), ("b", 0.0, None), ("a", 4.0, None))
     plan = make_plan(table, config(normalize_by_std=False))
     assert plan.trajectories["advantage"].to_list() == [0.5, -2.0, -0.5, 2.0]
     assert plan.batches == (("b", "a"),)
 
 
-def test_groups_without_variance_are_counted_and_left_out_only_if_asked() -> None:
+def test_groups_without_variance_are_counted_and_left_out_only_if_asked():
     table = pl.concat([groups(1), returns(("same", 1.0, None), ("same", 1.0, None))])
     table = pl.concat([table, returns(("one", 1.0, None))])
     assert make_plan(table, config()).batches == (("g0", "same", "one"),)
@@ -118,7 +111,7 @@ def test_groups_without_variance_are_counted_and_left_out_only_if_asked() -> Non
     assert make_plan(table, config()).num_groups_without_variance == 1
 
 
-def test_a_plan_that_would_leave_no_group_says_so() -> None:
+def test_a_plan_that_would_leave_no_group_says_so():
     table = returns(("same", 1.0, None), ("same", 1.0, None))
     with pytest.raises(
         RolloutError,
@@ -128,7 +121,7 @@ def test_a_plan_that_would_leave_no_group_says_so() -> None:
 
 
 @pytest.mark.parametrize("outcome", [None, float("nan"), float("inf")])
-def test_unknown_outcome_without_an_error_is_refused(outcome: float | None) -> None:
+def test_unknown_outcome_without_an_error_is_refused(outcome):
     with pytest.raises(RolloutError, match=r"trajectory 'a_0'.*\[unknown_outcome\]") as caught:
         make_plan(returns(("a", outcome, None)), config())
     for way in (
@@ -139,7 +132,7 @@ def test_unknown_outcome_without_an_error_is_refused(outcome: float | None) -> N
         assert way in str(caught.value.hint)
 
 
-def test_gradient_comes_from_groups_with_a_trained_token_whose_advantage_is_not_zero() -> None:
+def test_gradient_comes_from_groups_with_a_trained_token_whose_advantage_is_not_zero():
     token = ([1], [2], [True])
     rows = [token, token, ([1], [2], [False]), token]
     ids = [("moves", "moves_0"), ("same", "same_0"), ("masked", "masked_0"), ("moves", "moves_1")]
@@ -147,15 +140,13 @@ def test_gradient_comes_from_groups_with_a_trained_token_whose_advantage_is_not_
     assert groups_with_gradient(Accelerator(), batch) == {"moves"}
 
 
-def test_a_batch_asks_the_scan_for_its_own_groups_alone(tmp_path: Path) -> None:
+def test_a_batch_asks_the_scan_for_its_own_groups_alone(tmp_path):
     rng = np.random.default_rng(0)
     rows = [row for name in "ab" for row in two_step_trajectory(rng, name, 0, reward=1.0)]
     rollouts = scan(tmp_path, rows)
     whole, handed_out = rollouts.collect(), []
 
-    def source(
-        columns: list[str] | None, predicate: pl.Expr | None, _rows: int | None, _size: int | None
-    ) -> Iterator[pl.DataFrame]:
+    def source(columns, predicate, _rows, _size):
         found = whole if predicate is None else whole.filter(predicate)
         handed_out.extend(found["instance_id"])
         yield found.select(columns or whole.columns)
@@ -168,7 +159,7 @@ def test_a_batch_asks_the_scan_for_its_own_groups_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_layouts_hold_the_same_trained_tokens(tmp_path: Path) -> None:
+def test_layouts_hold_the_same_trained_tokens(tmp_path):
     rng = np.random.default_rng(0)
     trajectories = [two_step_trajectory(rng, "a", i, reward=float(i)) for i in range(2)]
     rollouts = scan(tmp_path, [row for t in trajectories for row in t])
@@ -189,7 +180,7 @@ def test_layouts_hold_the_same_trained_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_layouts_hold_the_same_rows_from_a_merged_dataset(tmp_path: Path) -> None:
+def test_layouts_hold_the_same_rows_from_a_merged_dataset(tmp_path):
     rollouts = scan(tmp_path, two_step_trajectory(np.random.default_rng(0), "a", 0, reward=1.0))
     merged = pipelines.merge(rollouts)
     plan = make_plan(pipelines.trajectory_returns(merged).collect(), config())
@@ -201,9 +192,7 @@ def test_layouts_hold_the_same_rows_from_a_merged_dataset(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("last_mask", [[True] * 4, [False] * 4, [True, False, True, False]])
-def test_a_merged_row_forwards_as_many_tokens_as_the_longest_of_its_steps(
-    last_mask: list[bool], tmp_path: Path
-) -> None:
+def test_a_merged_row_forwards_as_many_tokens_as_the_longest_of_its_steps(last_mask, tmp_path):
     rows = two_step_trajectory(np.random.default_rng(0), "a", 0, reward=1.0)
     rows[-1]["loss_mask"] = last_mask
     rollouts = scan(tmp_path, rows)
@@ -214,7 +203,7 @@ def test_a_merged_row_forwards_as_many_tokens_as_the_longest_of_its_steps(
     assert merged.to_list() == [max(trained)]
 
 
-def partial_groups() -> pl.DataFrame:
+def partial_groups():
     """Groups of three, two (one of them failed) and three."""
     rest = returns(("c", 1.0, None), ("c", 0.0, None), ("c", 1.0, None))
     table = [
@@ -227,7 +216,7 @@ def partial_groups() -> pl.DataFrame:
     return pl.concat([returns(*table), rest])
 
 
-def test_partial_groups_are_masked_or_train_with_what_is_there_if_asked() -> None:
+def test_partial_groups_are_masked_or_train_with_what_is_there_if_asked():
     plan = make_plan(partial_groups(), config(failed="trajectory"))
     assert (plan.group_size, plan.num_partial_groups) == (3, 1)
     assert plan.trajectories["trains"].to_list() == [True] * 4 + [False] + [True] * 3
@@ -236,7 +225,7 @@ def test_partial_groups_are_masked_or_train_with_what_is_there_if_asked() -> Non
     assert masked.batches == plan.batches
 
 
-def test_partial_groups_are_refused_by_the_size_of_the_largest_or_the_one_given() -> None:
+def test_partial_groups_are_refused_by_the_size_of_the_largest_or_the_one_given():
     assert train_config(dataset="d", model="m", out="o").data.partial_groups == "refuse"
     with pytest.raises(RolloutError, match=r"'b': found 2 traj.*expected 3, the size"):
         make_plan(partial_groups(), config(partial_groups="refuse"))
@@ -246,20 +235,16 @@ def test_partial_groups_are_refused_by_the_size_of_the_largest_or_the_one_given(
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"estimator": "reinforce++"},
-        {"estimator": "gae"},
-        {"policy_loss_type": "cross_entropy"},
-    ],
+    [{"estimator": "reinforce++"}, {"estimator": "gae"}, {"policy_loss_type": "cross_entropy"}],
 )
-def test_groups_without_a_baseline_may_have_any_size(settings: dict[str, Any]) -> None:
+def test_groups_without_a_baseline_may_have_any_size(settings):
     refuse = config(failed="trajectory", partial_groups="refuse", **settings)
     plan = make_plan(partial_groups(), refuse)
     assert plan.num_partial_groups == 0
     assert plan.trajectories["trains"].sum() == 7
 
 
-def test_masked_trajectories_are_loaded_but_do_not_train(tmp_path: Path) -> None:
+def test_masked_trajectories_are_loaded_but_do_not_train(tmp_path):
     failed = step("a", 1, 0, [], [], error="timeout", is_last_step=True)
     rng = np.random.default_rng(0)
     rollouts = scan(tmp_path, [*two_step_trajectory(rng, "a", 0, reward=1.0), failed])
@@ -269,7 +254,7 @@ def test_masked_trajectories_are_loaded_but_do_not_train(tmp_path: Path) -> None
     assert not batch.trains.any()
 
 
-def test_rows_without_temperature_or_logprobs_are_filled(tmp_path: Path) -> None:
+def test_rows_without_temperature_or_logprobs_are_filled(tmp_path):
     rng = np.random.default_rng(0)
     rows = two_step_trajectory(rng, "a", 0, reward=1.0, rollout_logprobs=[-1.0] * 4)
     rows[0] |= {"temperature": 0.5, "rollout_logprobs": None}
@@ -281,7 +266,7 @@ def test_rows_without_temperature_or_logprobs_are_filled(tmp_path: Path) -> None
     assert batch.names[1] == "trajectory 'a_0', row 1"
 
 
-def test_index_counts_what_a_chain_forwards(tmp_path: Path) -> None:
+def test_index_counts_what_a_chain_forwards(tmp_path):
     rows = [
         step("a", 0, 0, [1, 2], [3, 4, 5], loss_mask=[True, True, False]),
         step("a", 0, 1, [1], [2], loss_mask=[True]),
@@ -305,21 +290,19 @@ def test_index_counts_what_a_chain_forwards(tmp_path: Path) -> None:
         ({"loss_mask": [False] * 4}, "d: there are no tokens to train on"),
     ],
 )
-def test_row_that_cannot_train_is_refused_before_anything_is_trained(
-    tmp_path: Path, change: dict[str, Any], message: str
-) -> None:
+def test_row_that_cannot_train_is_refused_before_anything_is_trained(tmp_path, change, message):
     row = step("a", 0, 0, [1], [2, 3, 4, 5], reward=1.0, is_last_step=True) | change
     with pytest.raises(RolloutError, match=message):
         checked(scan(tmp_path, [row]))
 
 
-def test_rows_that_do_not_train_are_not_checked(tmp_path: Path) -> None:
+def test_rows_that_do_not_train_are_not_checked(tmp_path):
     bad = step("a", 0, 0, [1], [VOCAB], reward=1.0, is_last_step=True, loss_mask=[False])
     good = step("b", 0, 0, [1], [2], reward=1.0, is_last_step=True)
     assert checked(scan(tmp_path, [bad, good]))["trajectory_id"].to_list() == ["b_0"]
 
 
-def sampled(tmp_path: Path, **values: Any) -> pl.DataFrame:
+def sampled(tmp_path, **values):
     defaults = {"reward": 1.0, "is_last_step": True, "rollout_logprobs": [-1.0]}
     return checked(scan(tmp_path, [step("a", 0, 0, [1], [2], **(defaults | values))]))
 
@@ -327,23 +310,19 @@ def sampled(tmp_path: Path, **values: Any) -> pl.DataFrame:
 @pytest.mark.parametrize(
     "values", [{}, {"temperature": 1.0, "top_p": 1.0, "top_k": -1}, {"top_k": 0}]
 )
-def test_correction_applies_where_the_sampled_distribution_is_recorded(
-    tmp_path: Path, values: dict[str, Any]
-) -> None:
+def test_correction_applies_where_the_sampled_distribution_is_recorded(tmp_path, values):
     rows = sampled(tmp_path, **values)
     assert corrects_for_sampler(rows, config(), "raw")
     assert not corrects_for_sampler(rows, config(tis_ratio_type=None), "raw")
 
 
-def test_correction_is_off_without_logprobs(tmp_path: Path) -> None:
+def test_correction_is_off_without_logprobs(tmp_path):
     rows = sampled(tmp_path, rollout_logprobs=None, temperature=0.5)
     assert not corrects_for_sampler(rows, config(), "raw")
 
 
 @pytest.mark.parametrize("values", [{"temperature": 0.5}, {"top_p": 0.9}, {"top_k": 20}])
-def test_correction_with_another_distributions_logprobs_is_refused(
-    tmp_path: Path, values: dict[str, Any]
-) -> None:
+def test_correction_with_another_distributions_logprobs_is_refused(tmp_path, values):
     rows = sampled(tmp_path, **values)
     for mode in ("raw", None):
         with pytest.raises(RolloutError, match="are not from the sampled distribution"):
@@ -358,22 +337,13 @@ def test_correction_with_another_distributions_logprobs_is_refused(
     assert not corrects_for_sampler(rows, config(tis_ratio_type=None), "raw")
 
 
-def test_an_unknown_logprobs_mode_counts_as_raw_and_the_hint_says_how_to_record_it(
-    tmp_path: Path,
-) -> None:
-    rows = sampled(tmp_path, temperature=0.5)
-    with pytest.raises(RolloutError, match="logprobs_mode unknown") as error:
-        corrects_for_sampler(rows, config(), None)
-    assert "convert with --logprobs-mode, or pass metadata=" in (error.value.hint or "")
-
-
-def test_correction_of_retokenized_text_is_refused(tmp_path: Path) -> None:
+def test_correction_of_retokenized_text_is_refused(tmp_path):
     rows = sampled(tmp_path, token_source="retokenized")
     with pytest.raises(RolloutError, match="re-tokenized"):
         corrects_for_sampler(rows, config(), "raw")
 
 
-def test_logprobs_in_a_part_of_the_rows_are_refused(tmp_path: Path) -> None:
+def test_logprobs_in_a_part_of_the_rows_are_refused(tmp_path):
     rows = two_step_trajectory(np.random.default_rng(0), "a", 0, reward=1.0)
     rows[1]["rollout_logprobs"] = [-1.0] * 4
     index = checked(scan(tmp_path, rows))

@@ -1,10 +1,7 @@
 """However rows were merged or split, each trained token is found where the dataset stores it."""
 
-from typing import Any
-
 import numpy as np
 import polars as pl
-import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 
@@ -15,7 +12,7 @@ from schemas.types import as_table
 from tests.helpers.examples import examples
 from trainer.batches.stored_rows import find_origins, place_steps
 
-FORMS: dict[str, Any] = {
+FORMS = {
     "as it is": lambda table: table,
     "lineage": merge_table,
     "consecutive": lambda table: merge_table(table, "consecutive"),
@@ -23,7 +20,7 @@ FORMS: dict[str, Any] = {
 }
 
 
-def frame_of(table: pa.Table) -> pl.DataFrame:
+def frame_of(table):
     frame = pl.from_arrow(table)
     assert isinstance(frame, pl.DataFrame)
     return frame
@@ -33,9 +30,7 @@ def frame_of(table: pa.Table) -> pl.DataFrame:
 @pytest.mark.parametrize("stored", ["as it is", "lineage", "consecutive"])
 @settings(max_examples=examples(15))
 @given(table=rollout_tables(min_trajectories=1))
-def test_a_sampled_token_is_mapped_to_its_place_in_the_dataset(
-    stored: str, trained: str, table: pa.Table
-) -> None:
+def test_a_sampled_token_is_mapped_to_its_place_in_the_dataset(stored, trained, table):
     dataset = frame_of(FORMS[stored](table)).with_row_index("row_digest")
     # A batch has its groups in an order of its own.
     batch = frame_of(FORMS[trained](as_table(dataset)))

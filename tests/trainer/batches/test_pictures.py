@@ -1,9 +1,6 @@
 """Pictures of a batch: their tokens are put back, and features are at the tokens of their picture."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -14,7 +11,6 @@ from hypothesis import strategies as st
 from tests.helpers.configs import train_config
 from tests.helpers.examples import examples
 from trainer.batch import to_batch
-from trainer.batches.forest import Forest
 from trainer.batches.micro_batches import cut_batch
 from trainer.batches.pictures import FACTS, picture_facts
 
@@ -27,10 +23,10 @@ Part = str | list[int]
 
 
 @st.composite
-def rows(draw: st.DrawFn) -> list[tuple[list[Part], list[Part]]]:
+def rows(draw):
     """Prompts and responses of text and pictures, which often begin alike."""
     text = st.lists(st.integers(0, 2), min_size=1, max_size=2)
-    part: st.SearchStrategy[Part] = st.one_of(text, st.sampled_from(NAMES))
+    part = st.one_of(text, st.sampled_from(NAMES))
     listed = []
     for _ in range(draw(st.integers(1, 5))):
         before = draw(st.sampled_from([[], *(prompt for prompt, _ in listed)]))
@@ -41,9 +37,9 @@ def rows(draw: st.DrawFn) -> list[tuple[list[Part], list[Part]]]:
     return listed
 
 
-def seen(parts: list[Part]) -> tuple[list[int], list[dict[str, Any]], list[tuple[str, int] | None]]:
+def seen(parts):
     """Tokens, entries of `pictures`, and the picture and feature that each token shows."""
-    ids: list[int] = []
+    ids = []
     pictures, features = [], list[tuple[str, int] | None]()
     for part in parts:
         tokens = TOKENS[part] if isinstance(part, str) else part
@@ -58,9 +54,9 @@ def seen(parts: list[Part]) -> tuple[list[int], list[dict[str, Any]], list[tuple
     return ids, pictures, features
 
 
-def table_of(listed: list[tuple[list[Part], list[Part]]]) -> pl.DataFrame:
+def table_of(listed):
     n = len(listed)
-    columns: dict[str, Any] = {
+    columns = {
         "name": [f"row {i}" for i in range(n)],
         "instance_id": ["g"] * n,
         "trajectory_id": [f"g_{i}" for i in range(n)],
@@ -80,7 +76,7 @@ def table_of(listed: list[tuple[list[Part], list[Part]]]) -> pl.DataFrame:
     }
     entry = pl.Struct({"sha256": pl.String, "start": pl.Int32, "length": pl.Int32})
     ids = pl.List(pl.Int32)
-    kinds: dict[str, Any] = {
+    kinds = {
         "prompt_token_ids": ids,
         "response_ids": ids,
         "loss_mask": pl.List(pl.Boolean),
@@ -91,7 +87,7 @@ def table_of(listed: list[tuple[list[Part], list[Part]]]) -> pl.DataFrame:
     return pl.DataFrame(columns, schema_overrides=kinds)
 
 
-def shown_at(forest: Forest) -> dict[int, tuple[str, int]]:
+def shown_at(forest):
     """The picture and the feature that each node shows."""
     if forest.pictures is None:
         return {}
@@ -106,10 +102,8 @@ def shown_at(forest: Forest) -> dict[int, tuple[str, int]]:
 
 @settings(max_examples=examples(60), deadline=None)
 @given(rows(), st.sampled_from(["step", "tree"]), st.sampled_from([1, 12, 1000]))
-def test_each_token_before_a_target_shows_what_its_row_shows(
-    listed: list[tuple[list[Part], list[Part]]], layout: str, budget: int
-) -> None:
-    reader: Any = SimpleNamespace(placeholder=SHOWS, load=list)
+def test_each_token_before_a_target_shows_what_its_row_shows(listed, layout, budget):
+    reader = SimpleNamespace(placeholder=SHOWS, load=list)
     batch = to_batch(table_of(listed), pictures=reader)
     config = train_config(sequence_layout=layout, tokens_per_micro_batch=budget).batch
     (mini_batch,) = cut_batch(batch, config)
@@ -131,9 +125,7 @@ def test_each_token_before_a_target_shows_what_its_row_shows(
 
 @settings(max_examples=examples(60), deadline=None)
 @given(rows(), st.data())
-def test_facts_name_pictures_and_count_placeholders_outside_of_them(
-    listed: list[tuple[list[Part], list[Part]]], data: st.DataObject
-) -> None:
+def test_facts_name_pictures_and_count_placeholders_outside_of_them(listed, data):
     table = table_of(listed)
     entries = table["pictures"].to_list()
     kept = [[data.draw(st.sampled_from(["is", "lost", "null"])) for _ in row] for row in entries]

@@ -1,12 +1,8 @@
 """The next batch is read while this one trains, from wherever the dataset is."""
 
-import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import fsspec
 import pytest
@@ -15,7 +11,12 @@ import trainer
 from schemas.errors import RolloutError
 from tests.conftest import ROOT
 from tests.helpers.configs import train_config
-from tests.helpers.trainer_helpers import group_rows, save_tiny_model, write_dataset
+from tests.helpers.trainer_helpers import (
+    group_rows,
+    lines_of,
+    save_tiny_model,
+    write_dataset,
+)
 from trainer.batches.prefetch import one_ahead
 
 ENDS_WHILE_IT_READS = """
@@ -28,16 +29,16 @@ print("ends")
 """
 
 
-def test_values_come_in_the_order_of_their_keys() -> None:
+def test_values_come_in_the_order_of_their_keys():
     assert list(one_ahead(str.upper, "abc")) == ["A", "B", "C"]
     assert list(one_ahead(str.upper, "")) == []
 
 
-def test_the_next_value_and_no_other_is_read_while_one_is_in_use() -> None:
+def test_the_next_value_and_no_other_is_read_while_one_is_in_use():
     begun, may_end = [threading.Event() for _ in range(4)], threading.Event()
-    read_by: list[threading.Thread] = []
+    read_by = []
 
-    def read(key: int) -> int:
+    def read(key):
         read_by.append(threading.current_thread())
         begun[key].set()
         assert key == 0 or may_end.wait(10)
@@ -52,8 +53,8 @@ def test_the_next_value_and_no_other_is_read_while_one_is_in_use() -> None:
     assert threading.main_thread() not in read_by
 
 
-def test_an_error_arrives_with_its_message_when_its_value_is_asked_for() -> None:
-    def read(key: str) -> str:
+def test_an_error_arrives_with_its_message_when_its_value_is_asked_for():
+    def read(key):
         if key == "b":
             raise RolloutError("page_checksum", "part-0.parquet", "another one")
         return key
@@ -64,29 +65,20 @@ def test_an_error_arrives_with_its_message_when_its_value_is_asked_for() -> None
         next(values)
 
 
-def test_a_process_that_stops_does_not_wait_for_a_read() -> None:
+def test_a_process_that_stops_does_not_wait_for_a_read():
     command = [sys.executable, "-c", ENDS_WHILE_IT_READS]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "ends\n", "")
 
 
 @pytest.fixture
-def bucket() -> Iterator[str]:
+def bucket():
     yield "memory://bucket"
     fsspec.filesystem("memory").rm("/bucket", recursive=True)
 
 
-def lines_of(out: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {k: v for k, v in line.items() if k not in {"seconds", "tokens_per_s"}} for line in lines
-    ]
-
-
 @pytest.mark.slow
-def test_a_dataset_in_an_object_store_trains_as_a_local_one_does(
-    tmp_path: Path, bucket: str
-) -> None:
+def test_a_dataset_in_an_object_store_trains_as_a_local_one_does(tmp_path, bucket):
     model = save_tiny_model(tmp_path / "model")
     rows = group_rows(3, (1.0, 0.0))
     local = write_dataset(tmp_path / "ds", rows)

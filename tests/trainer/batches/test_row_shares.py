@@ -19,7 +19,7 @@ from trainer.distributed.balance import cost
 
 
 @st.composite
-def tables(draw: st.DrawFn) -> pl.DataFrame:
+def tables(draw):
     """Rows of a batch as all processes know them: groups one after another, each in one mini-batch."""
     rows = []
     for group in range(draw(st.integers(1, 5))):
@@ -41,8 +41,8 @@ def tables(draw: st.DrawFn) -> pl.DataFrame:
 @pytest.mark.parametrize("estimator", ["grpo", "reinforce++"])
 @given(table=tables(), num_ranks=st.integers(1, 6), scope=st.sampled_from(["group", "trajectory"]))
 def test_every_row_with_a_target_has_a_process_and_a_chain_has_one(
-    layout: str, estimator: str, table: pl.DataFrame, num_ranks: int, scope: str
-) -> None:
+    layout, estimator, table, num_ranks, scope
+):
     config = config_of(sequence_layout=layout, tree_scope=scope, estimator=estimator)
     ranks = ranks_of(table, config, num_ranks)
     is_forwarded = (table["num_forwarded"] > 0).to_numpy()
@@ -54,7 +54,7 @@ def test_every_row_with_a_target_has_a_process_and_a_chain_has_one(
         assert of_chain.agg(pl.col("rank").n_unique())["rank"].max() == 1
 
 
-def test_one_large_tree_is_shared_by_all_processes() -> None:
+def test_one_large_tree_is_shared_by_all_processes():
     row = {"instance_id": "a", "trajectory_id": "a_0", "mini_batch": 0, "num_forwarded": 100}
     table = pl.DataFrame([row] * 12)
     for num_ranks in (1, 2, 3, 4):
@@ -64,13 +64,13 @@ def test_one_large_tree_is_shared_by_all_processes() -> None:
         assert (np.diff(np.flatnonzero(ranks == ranks[0])) == 1).all()
 
 
-def test_a_process_that_read_no_row_tells_nothing() -> None:
+def test_a_process_that_read_no_row_tells_nothing():
     assert outline(None, pl.DataFrame(), config_of()) is None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["step", "tree"])
-def test_bytes_received_and_tokens_packed_by_a_process_fall_with_the_processes(layout: str) -> None:
+def test_bytes_received_and_tokens_packed_by_a_process_fall_with_the_processes(layout):
     command = [sys.executable, "-m", "benchmarks.data_plane", "--processes", "2", "4"]
     done = subprocess.run(
         [*command, "--tokens", "400000", "--row-tokens", "2000", "--layout", layout],

@@ -1,7 +1,5 @@
 """Forests of shared prefixes: every target once per row, after the tokens of its own row."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -12,9 +10,8 @@ import rollout_io
 from pipelines.statistics.savings import dataset_savings
 from schemas.ragged import Ragged
 from tests.helpers.examples import examples
-from tests.helpers.trainer_helpers import Row, make_batch
+from tests.helpers.trainer_helpers import make_batch
 from tests.helpers.tree_helpers import (
-    TrajectoryIds,
     batch_of,
     families,
     mini_batch_of,
@@ -24,19 +21,9 @@ from tests.helpers.tree_helpers import (
 from trainer.batches.forest import attention_mask
 from trainer.batches.tree import cut, make_trie, tree_forests
 
-Family = tuple[list[Row], TrajectoryIds]
 
-
-def test_documented_trie() -> None:
-    trie = trie_of([[7, 8, 1, 9], [7, 8]])
-    assert trie.rows.tolist() == [1, 0]
-    assert trie.lengths.tolist() == [2, 4]
-    assert trie.shared.tolist() == [0, 2]
-    assert trie.num_tokens == 4
-
-
-def test_a_shared_sampled_token_is_forwarded_once_and_a_target_of_each_row() -> None:
-    rows: list[Row] = [
+def test_a_shared_sampled_token_is_forwarded_once_and_a_target_of_each_row():
+    rows = [
         ([5], [1, 2, 3], [True] * 3),
         ([5], [1, 2, 4], [True] * 3),
         ([5, 1], [2, 6], [True] * 2),
@@ -56,8 +43,8 @@ def test_a_shared_sampled_token_is_forwarded_once_and_a_target_of_each_row() -> 
     assert sorted(targets) == [*expected, (6, 1, 2), (7, 2, 6)]
 
 
-def test_a_response_that_forks_has_two_subtrees() -> None:
-    rows: list[Row] = [([5], [1, 2, 3], [True] * 3), ([5, 1, 8], [4, 4], [True] * 2)]
+def test_a_response_that_forks_has_two_subtrees():
+    rows = [([5], [1, 2, 3], [True] * 3), ([5, 1, 8], [4, 4], [True] * 2)]
     (forest,) = mini_batch_of(make_batch(rows, trajectories=[("a", "a_0")] * 2)).forests
     assert forest.token_ids.tolist() == [5, 1, 2, 8, 4]
     assert forest.position_ids.tolist() == [0, 1, 2, 2, 3]
@@ -67,8 +54,8 @@ def test_a_response_that_forks_has_two_subtrees() -> None:
 @settings(max_examples=examples(60), deadline=None)
 @given(families(), st.integers(24, 60), st.sampled_from(["trajectory", "group"]))
 def test_micro_batches_hold_every_target_once_after_its_own_row_within_the_budget(
-    family: Family, budget: int, scope: str
-) -> None:
+    family, budget, scope
+):
     rows, _ = family
     batch = batch_of(family)
     found = mini_batch_of(batch, tree_scope=scope, tokens_per_micro_batch=budget)
@@ -92,15 +79,13 @@ def test_micro_batches_hold_every_target_once_after_its_own_row_within_the_budge
             assert int(token) == rows[row][1][offset]
 
 
-def rows_in(batch: Any, forest: Any) -> set[int]:
+def rows_in(batch, forest):
     return set(batch.responses.row_of(forest.target_slot.numpy()).tolist())
 
 
 @settings(max_examples=examples(60), deadline=None)
 @given(families(), st.sampled_from(["trajectory", "group"]))
-def test_without_a_budget_each_distinct_prefix_of_a_scope_is_forwarded_once(
-    family: Family, scope: str
-) -> None:
+def test_without_a_budget_each_distinct_prefix_of_a_scope_is_forwarded_once(family, scope):
     batch = batch_of(family)
     found = mini_batch_of(batch, tree_scope=scope, tokens_per_micro_batch=10_000)
     prefixes = set()
@@ -114,13 +99,13 @@ def test_without_a_budget_each_distinct_prefix_of_a_scope_is_forwarded_once(
     assert found.metrics["repeated_share"] == 0
 
 
-def test_no_rows_at_all_make_no_micro_batch() -> None:
+def test_no_rows_at_all_make_no_micro_batch():
     found = mini_batch_of(make_batch([([1, 2], [3], [False])]))
     assert found.forests == []
     assert found.metrics["repeated_share"] == 0
 
 
-def test_documented_cuts() -> None:
+def test_documented_cuts():
     rows = [[1, 2, 3, 4], [1, 2, 3, 5, 5, 5], [1, 6, 6, 6, 6], [1, 6, 6, 6, 7]]
     trie = trie_of(rows)
     assert trie.shared.tolist() == [0, 3, 1, 4]
@@ -133,7 +118,7 @@ def test_documented_cuts() -> None:
 )
 # The first and the last two rows fit together; a cut before the last row repeats fewer tokens.
 @example([[1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0]], 8)
-def test_no_other_way_to_cut_repeats_fewer_tokens(rows: list[list[int]], budget: int) -> None:
+def test_no_other_way_to_cut_repeats_fewer_tokens(rows, budget):
     trie = trie_of(rows)
     runs = cut(trie, budget)
     assert [row for run in runs for row in run.tolist()] == list(range(len(rows)))
@@ -150,8 +135,8 @@ def test_no_other_way_to_cut_repeats_fewer_tokens(rows: list[list[int]], budget:
 
 @pytest.mark.parametrize(("scope", "num_tokens"), [("trajectory", 16_075), ("group", 13_896)])
 def test_distinct_tokens_of_the_shop_are_those_that_the_estimate_counts(
-    scope: str, num_tokens: int, shop_dataset: Any
-) -> None:
+    scope, num_tokens, shop_dataset
+):
     table = rollout_io.scan(str(shop_dataset)).collect().to_arrow()
     prompts, responses = (
         Ragged.from_arrow(table.column(name)) for name in ("prompt_token_ids", "response_ids")

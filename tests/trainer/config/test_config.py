@@ -1,9 +1,9 @@
 import json
+import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +19,7 @@ from trainer.run.messages import say_learning_rate
 PATHS = ["data.dataset=ds", "model.path=m", "run.out=o"]
 
 
-def test_overrides_win_over_the_file(tmp_path: Path) -> None:
+def test_overrides_win_over_the_file(tmp_path):
     file = tmp_path / "c.toml"
     file.write_text(
         '[data]\ndataset = "a"\n[model]\npath = "m"\n[run]\nout = "o"\nseed = 3\n'
@@ -33,7 +33,7 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
     )
 
 
-def test_values_are_typed_by_their_field() -> None:
+def test_values_are_typed_by_their_field():
     texts = [
         "loss.tis_ratio_type=none",
         "optimizer.betas=[0.5, 0.9]",
@@ -45,11 +45,7 @@ def test_values_are_typed_by_their_field() -> None:
         config.loss.tis_ratio_type,
         config.optimizer.betas,
         config.model.gradient_checkpointing,
-    ) == (
-        None,
-        (0.5, 0.9),
-        True,
-    )
+    ) == (None, (0.5, 0.9), True)
     assert (config.batch.max_updates, config.run.out, config.run.trackers) == (
         2,
         "2024",
@@ -57,19 +53,13 @@ def test_values_are_typed_by_their_field() -> None:
     )
 
 
-def test_options_win_over_the_file_and_set_over_both(tmp_path: Path) -> None:
+def test_options_win_over_the_file_and_set_over_both(tmp_path):
     file = tmp_path / "c.toml"
     file.write_text('[data]\ndataset = "a"\n[model]\npath = "m"\n[run]\nout = "o"\n')
     config = load_config(
         file, ["run.out=by_set"], {"data.dataset": 'runs=1,"x"', "run.out": "by_option"}
     )
     assert (config.data.dataset, config.model.path, config.run.out) == ('runs=1,"x"', "m", "by_set")
-
-
-def test_unknown_key_fails_with_the_nearest_name() -> None:
-    with pytest.raises(RolloutError, match="learning_rat`") as error:
-        load_config(None, [*PATHS, "optimizer.learning_rat=1"])
-    assert error.value.hint == "did you mean `optimizer.learning_rate`?"
 
 
 @pytest.mark.parametrize(
@@ -86,7 +76,7 @@ def test_unknown_key_fails_with_the_nearest_name() -> None:
         ("epochs", "batch.num_epochs"),
     ],
 )
-def test_a_key_outside_its_section_names_the_section(tmp_path: Path, key: str, place: str) -> None:
+def test_a_key_outside_its_section_names_the_section(tmp_path, key, place):
     file = tmp_path / "c.toml"
     table, dot, name = key.rpartition(".")
     file.write_text(f"[{table}]\n{name} = 1\n" if dot else f"{key} = 1\n")
@@ -97,9 +87,7 @@ def test_a_key_outside_its_section_names_the_section(tmp_path: Path, key: str, p
         assert error.value.hint == f"did you mean `{place}`? It belongs in [{section}]"
 
 
-def test_all_unknown_keys_are_in_one_error_and_only_similar_names_are_suggested(
-    tmp_path: Path,
-) -> None:
+def test_all_unknown_keys_are_in_one_error_and_only_similar_names_are_suggested(tmp_path):
     file = tmp_path / "c.toml"
     file.write_text("[optimizer]\nlr = 1\nzzz = 1\n")
     with pytest.raises(RolloutError) as error:
@@ -125,9 +113,7 @@ def test_all_unknown_keys_are_in_one_error_and_only_similar_names_are_suggested(
         ({"lora_rank": 8, "learning_rate": 3e-6}, 3e-6),
     ],
 )
-def test_the_usual_learning_rate_follows_from_the_method(
-    settings: dict[str, Any], rate: float, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_usual_learning_rate_follows_from_the_method(settings, rate, caplog):
     caplog.set_level("INFO")
     config = train_config(**settings)
     assert config.learning_rate == rate
@@ -136,7 +122,7 @@ def test_the_usual_learning_rate_follows_from_the_method(
     assert (record.levelname, record.getMessage().split()[2]) == ("INFO", f"{rate:g}")
 
 
-def test_a_learning_rate_that_destroys_the_model_warns(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_learning_rate_that_destroys_the_model_warns(caplog):
     say_learning_rate(train_config(learning_rate=1.0))
     (record,) = caplog.records
     assert record.levelname == "WARNING"
@@ -145,7 +131,7 @@ def test_a_learning_rate_that_destroys_the_model_warns(caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize(("key", "place"), [("model", "model.path"), ("loss", "loss.KEY")])
-def test_a_section_that_is_set_like_a_key_names_a_key(tmp_path: Path, key: str, place: str) -> None:
+def test_a_section_that_is_set_like_a_key_names_a_key(tmp_path, key, place):
     file = tmp_path / "c.toml"
     file.write_text(f'{key} = "m"\n')
     for arguments in ((None, [*PATHS, f"{key}=m"]), (file, PATHS)):
@@ -154,7 +140,7 @@ def test_a_section_that_is_set_like_a_key_names_a_key(tmp_path: Path, key: str, 
         assert (error.value.hint or "").startswith(f"[{key}] is a section: set `{place}")
 
 
-def test_an_option_does_not_hide_a_key_of_the_file_outside_its_section(tmp_path: Path) -> None:
+def test_an_option_does_not_hide_a_key_of_the_file_outside_its_section(tmp_path):
     file = tmp_path / "c.toml"
     file.write_text('model = "m"\n')
     paths = {"data.dataset": "ds", "model.path": "m", "run.out": "o"}
@@ -162,44 +148,44 @@ def test_an_option_does_not_hide_a_key_of_the_file_outside_its_section(tmp_path:
         load_config(file, [], paths)
 
 
-@pytest.mark.parametrize(
-    ("override", "named"),
-    [
-        ("run.seed=many", "run.seed=many"),
-        ("run.seed=none", "seed"),
-        ("batch.groups_per_batch=1.5", "groups_per_batch"),
-        ("batch.sequence_layout=trees", "sequence_layout"),
-        ("loss.token_tis_ratio_clip_high=0", "token_tis_ratio_clip_high"),
-        ("optimizer.learning_rate=nan", "learning_rate"),
-        ("optimizer.betas=[0.9, 1.0]", "betas"),
-        ("loss.eps_clip_low=1.5", "eps_clip_low"),
-        ("batch.max_updates=0", "max_updates"),
-        ("run.seed", "key=value"),
-    ],
-)
-def test_bad_value_is_refused_and_named(override: str, named: str) -> None:
-    with pytest.raises(RolloutError) as error:
+REFUSED = {
+    "data.outcome=mean": 'found "mean"; expected one of last, sum',
+    "batch.sequence_layout=trees": "sequence_layout",
+    "optimizer.learning_rate=fast": 'found "fast"; expected a number',
+    "run.seed=1.5": "found 1.5; expected a whole number",
+    "run.seed=none": "run.seed=none: found",
+    "run.seed=-1": "expected a whole number >= 0",
+    f"run.seed={2**32}": "seed: found 4294967296; expected a number below 2^32",
+    "batch.groups_per_batch=0": "expected a whole number >= 1",
+    "batch.max_updates=0": "max_updates: found 0",
+    "advantage.normalize_by_std=1": "found 1; expected true or false",
+    "advantage.estimator=ppo": "expected one of grpo, rloo, maxrl",
+    "advantage.gamma=1.5": "expected a number in [0, 1]",
+    "advantage.gae_lambda=nan": "gae_lambda: found nan; expected a number in",
+    "loss.tis_ratio_type=high": 'found "high"; expected one of auto, token, sequence or none',
+    "loss.clip_ratio_c=1": "expected a finite number > 1",
+    "loss.value_clip=0": "value_clip: found 0.0; expected a finite number > 0",
+    "loss.eps_clip_low=1.5": "eps_clip_low",
+    "optimizer.betas=[0.9]": "found [0.9]; expected a list [a number, a number]",
+    "optimizer.betas=[0.9, 1.0]": "betas",
+    "optimizer.learning_rate=nan": "learning_rate",
+    "optimizer.weight_decay=inf": "expected a finite number >= 0",
+    "optimizer.critic_learning_rate=0": "critic_learning_rate: found 0.0",
+    "optimizer.learning_rat=1": "unknown key `learning_rat`",
+    "model.critic_model=c": "model.critic_model and advantage.estimator: found c and grpo",
+    "batch.groups_per_mini_batch=3": "batch.groups_per_batch and batch.groups_per_mini_batch",
+    "run.seed": "an override must have the form key=value",
+    "model.path=": "Missing key: model.path",
+}
+
+
+@pytest.mark.parametrize("override", REFUSED)
+def test_a_value_that_a_key_cannot_have_is_refused_with_what_is_expected(override):
+    with pytest.raises(RolloutError, match=re.escape(REFUSED[override])):
         load_config(None, [*PATHS, override])
-    assert named in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("data.outcome=mean", 'found "mean"; expected one of last, sum'),
-        ("optimizer.learning_rate=fast", 'found "fast"; expected a number'),
-        ("run.seed=1.5", "found 1.5; expected a whole number"),
-        ("advantage.normalize_by_std=1", "found 1; expected true or false"),
-        ("loss.tis_ratio_type=high", 'found "high"; expected one of auto, token, sequence or none'),
-        ("optimizer.betas=[0.9]", r"found \[0.9\]; expected a list \[a number, a number\]"),
-    ],
-)
-def test_value_of_another_type_says_what_is_expected_in_words(override: str, message: str) -> None:
-    with pytest.raises(RolloutError, match=rf"--set .*: {message}.*\[config_value\]"):
-        load_config(None, [*PATHS, override])
-
-
-def test_text_for_a_list_shows_how_to_write_one() -> None:
+def test_text_for_a_list_shows_how_to_write_one():
     with pytest.raises(RolloutError) as error:
         load_config(None, [*PATHS, "run.trackers=tensorboard"])
     shown = """--set 'run.trackers=["tensorboard"]'"""
@@ -220,54 +206,29 @@ def test_text_for_a_list_shows_how_to_write_one() -> None:
         ("[data]\ndataset = 3", "found 3; expected text"),
     ],
 )
-def test_quoted_values_in_a_file_stay_text(tmp_path: Path, line: str, expected: str) -> None:
+def test_quoted_values_in_a_file_stay_text(tmp_path, line, expected):
     file = tmp_path / "c.toml"
     file.write_text(line)
     with pytest.raises(RolloutError, match=expected):
         load_config(file, PATHS)
 
 
-def test_none_in_a_file_is_quoted(tmp_path: Path) -> None:
+def test_none_in_a_file_is_quoted(tmp_path):
     file = tmp_path / "c.toml"
     file.write_text('[loss]\ntis_ratio_type = "none"\n[data]\ndataset = "none"')
     config = load_config(file, PATHS[1:])
     assert (config.loss.tis_ratio_type, config.data.dataset) == (None, "none")
 
 
-def test_a_seed_beyond_numpys_is_refused() -> None:
-    assert load_config(None, [*PATHS, f"run.seed={2**32 - 1}"]).run.seed == 2**32 - 1
-    with pytest.raises(
-        RolloutError, match=r"seed: found 4294967296; expected a number below 2\^32"
-    ):
-        load_config(None, [*PATHS, f"run.seed={2**32}"])
-
-
-def test_conflict_names_both_fields() -> None:
-    with pytest.raises(
-        RolloutError, match=r"batch.groups_per_batch and batch.groups_per_mini_batch: found 8 and 3"
-    ):
-        load_config(None, [*PATHS, "batch.groups_per_mini_batch=3"])
-
-
 @pytest.mark.parametrize("text", ["seed = ", "\xff"])
-def test_unreadable_file_is_a_clean_error(tmp_path: Path, text: str) -> None:
+def test_unreadable_file_is_a_clean_error(tmp_path, text):
     file = tmp_path / "c.toml"
     file.write_bytes(text.encode("latin-1"))
     with pytest.raises(RolloutError, match="config_file"):
         load_config(file, PATHS)
 
 
-def test_missing_file_is_a_clean_error(tmp_path: Path) -> None:
-    with pytest.raises(RolloutError, match="input_file"):
-        load_config(tmp_path / "none.toml", PATHS)
-
-
-def test_missing_model_is_named() -> None:
-    with pytest.raises(RolloutError, match=r"Missing key: model\.path"):
-        load_config(None, ["data.dataset=ds", "run.out=o"])
-
-
-def test_saved_config_loads_again(tmp_path: Path) -> None:
+def test_saved_config_loads_again(tmp_path):
     config = load_config(None, [*PATHS, "loss.tis_ratio_type=none", "optimizer.betas=[0.1,0.2]"])
     save_config(config, tmp_path / "config.json")
     values = json.loads((tmp_path / "config.json").read_text())
@@ -275,7 +236,7 @@ def test_saved_config_loads_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [TrainConfig, *SECTIONS.values()])
-def test_every_field_is_documented(kind: type[Any]) -> None:
+def test_every_field_is_documented(kind):
     source = Path(sys.modules[kind.__module__].__file__ or "").read_text()
     source = source.split(f"class {kind.__name__}", 1)[1]
     for name in kind.__slots__:
@@ -283,13 +244,13 @@ def test_every_field_is_documented(kind: type[Any]) -> None:
         assert after.strip().startswith('"""'), name
 
 
-def test_importing_the_package_and_its_verb_imports_no_torch() -> None:
+def test_importing_the_package_and_its_verb_imports_no_torch():
     code = "import sys, trainer, trainer.cli.train; sys.exit('torch' in sys.modules or 'polars' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.slow
-def test_a_missing_dataset_or_model_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+def test_a_missing_dataset_or_model_is_refused_before_torch_is_imported(tmp_path):
     dataset = write_dataset(tmp_path / "ds", group_rows(1, (1.0, 0.0)))
     code = (
         "import sys; from rollout_io.cli.main import run\n"
@@ -303,7 +264,7 @@ def test_a_missing_dataset_or_model_is_refused_before_torch_is_imported(tmp_path
         assert f"[{rule}]" in done.stderr
 
 
-def test_a_stopped_run_says_how_to_go_on(tmp_path: Path) -> None:
+def test_a_stopped_run_says_how_to_go_on(tmp_path):
     out = str(tmp_path / "run")
     again = f"continue with `{resume_command('train', out, 2)}`"
     assert again == f"continue with `rollouts train --resume {out} --num-processes 2`"
@@ -316,7 +277,7 @@ def test_a_stopped_run_says_how_to_go_on(tmp_path: Path) -> None:
     assert how_to_resume(out, again) == f"saved in {tmp_path}/run/checkpoints; {again}"
 
 
-def test_missing_torch_names_the_extra() -> None:
+def test_missing_torch_names_the_extra():
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "import trainer\n"
@@ -327,25 +288,8 @@ def test_missing_torch_names_the_extra() -> None:
     assert done.stdout.strip() == 'pip install "rollout-io[train]"'
 
 
-def test_public_names() -> None:
+def test_public_names():
     own_functions = {"CriticAdvantages"}
     verbs = {"TrainConfig", "dry_run", "load_config", "train"}
     verbs |= {f"{name.capitalize()}Config" for name in SECTIONS if name != "loop"}
     assert set(trainer.__all__) == verbs | own_functions | {"TokenLoss"}
-
-
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        ("batch.groups_per_batch=0", "a whole number >= 1"),
-        ("run.seed=-1", "a whole number >= 0"),
-        ("optimizer.weight_decay=inf", "a finite number >= 0"),
-        ("optimizer.learning_rate=0", "a finite number > 0"),
-        ("advantage.gamma=1.5", r"a number in \[0, 1\]"),
-        ("loss.clip_ratio_c=1", "a finite number > 1"),
-        ("loss.clip_cov_ratio=nan", r"a number in \[0, 1\]"),
-    ],
-)
-def test_numbers_are_held_to_the_bounds_of_their_annotation(override: str, expected: str) -> None:
-    with pytest.raises(RolloutError, match=f"expected {expected}"):
-        load_config(None, [*PATHS, override])

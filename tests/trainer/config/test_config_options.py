@@ -24,11 +24,11 @@ def test_show_config_prints_toml_that_gives_the_same_configuration(shop_dataset,
     text = shown(capsys, *arguments)
     (tmp_path / "again.toml").write_text(text)
     again = load_config(tmp_path / "again.toml", [])
-    assert (
-        again.optimizer.learning_rate,
-        again.batch.max_updates,
-        again.advantage.estimator,
-    ) == (2e-5, 3, "rloo")
+    assert (again.optimizer.learning_rate, again.batch.max_updates, again.advantage.estimator) == (
+        2e-5,
+        3,
+        "rloo",
+    )
     assert (again.data.outcome, again.batch.merge_rule, again.batch.max_row_tokens) == (
         "last",
         "lineage",

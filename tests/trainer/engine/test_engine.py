@@ -4,15 +4,14 @@ import sys
 import threading
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import DynamicCache, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
-from pipelines.generation import Sampled, Sampling
+from pipelines.generation import Sampling
 from pipelines.generation.config import GenerateConfig
 from rollout_io.retokenize.chat_template import KEEPS_ALL
 from rollout_io.retokenize.tokenizer import load_tokenizer
@@ -68,7 +67,7 @@ def sample_all(engine, prompts, samplings):
     return asyncio.run(run())
 
 
-def differences(engine, sampled: list[Sampled], temperatures):
+def differences(engine, sampled, temperatures):
     rows = [(s.prompt_token_ids, s.response_ids, [True]) for s in sampled]
     with torch.no_grad():
         expected = plain_logprobs(engine.model, rows, temperatures)
@@ -300,7 +299,7 @@ def test_new_weights_speak_and_are_named(engine, tmp_path):
     assert differences(engine, [sampled], [1.0]) < 2e-5
 
 
-def test_all_tokens_of_a_call_under_way_are_of_the_weights_it_began_with(
+async def test_all_tokens_of_a_call_under_way_are_of_the_weights_it_began_with(
     engine, tmp_path, monkeypatch
 ):
     tiny_llama(seed=1, vocab_size=49152).save_pretrained(tmp_path)
@@ -312,17 +311,13 @@ def test_all_tokens_of_a_call_under_way_are_of_the_weights_it_began_with(
         return continue_batch(*arguments, **settings)
 
     monkeypatch.setattr("trainer.engine.embedded.continue_batch", held)
-
-    async def play():
-        async with engine:
-            call = asyncio.create_task(engine.sample(PROMPTS[0], Sampling(max_tokens=9)))
-            await asyncio.to_thread(begun.wait, 30)
-            load = asyncio.create_task(engine.load_weights(str(tmp_path), policy_version=4))
-            await asyncio.sleep(0)
-            may_sample.set()
-            return await call, await load
-
-    sampled, _ = asyncio.run(play())
+    async with engine:
+        call = asyncio.create_task(engine.sample(PROMPTS[0], Sampling(max_tokens=9)))
+        await asyncio.to_thread(begun.wait, 30)
+        load = asyncio.create_task(engine.load_weights(str(tmp_path), policy_version=4))
+        await asyncio.sleep(0)
+        may_sample.set()
+        sampled, _ = await call, await load
     assert (sampled.policy_version, engine.policy_version) == (3, 4)
     assert differences(engine, [sampled], [1.0]) > 2e-4
     engine.model = old
@@ -402,21 +397,21 @@ def test_text_without_a_whole_tool_call_stays_text(text):
     assert assistant_message(text) == {"role": "assistant", "content": text}
 
 
-def test_the_cache_is_passed_by_the_name_that_the_model_declares() -> None:
+def test_the_cache_is_passed_by_the_name_that_the_model_declares():
     installed = inspect.signature(LlamaForCausalLM.forward).parameters
     name = "cache" if "cache" in installed else "past_key_values"
 
     class Renamed(LlamaForCausalLM):
         """As in Transformers 5.24, which warns about `past_key_values`."""
 
-        def forward(self, *, cache: DynamicCache, **given: Any) -> Any:
+        def forward(self, *, cache, **given):
             assert "past_key_values" not in given
             return super().forward(**{name: cache}, **given)
 
     class Earlier(LlamaForCausalLM):
         """As in the versions before."""
 
-        def forward(self, *, past_key_values: DynamicCache, **given: Any) -> Any:
+        def forward(self, *, past_key_values, **given):
             assert "cache" not in given
             return super().forward(**{name: past_key_values}, **given)
 

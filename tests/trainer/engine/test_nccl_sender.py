@@ -1,6 +1,5 @@
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +9,7 @@ from schemas.errors import MissingExtra
 from trainer.engine.nccl_sender import Checkpoint, open_nccl_sender
 
 
-def test_a_checkpoint_yields_the_tensors_that_its_index_lists(
-    tmp_path: Path,
-) -> None:
+def test_a_checkpoint_yields_the_tensors_that_its_index_lists(tmp_path):
     saved = {
         "model.a": torch.arange(6.0).view(2, 3),
         "model.b": torch.ones(4, dtype=torch.bfloat16),
@@ -34,7 +31,7 @@ def test_a_checkpoint_yields_the_tensors_that_its_index_lists(
     assert source.metadata() == described
 
 
-def test_the_error_without_vllm_names_both_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_vllm_names_both_remedies(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(MissingExtra, match="needs vLLM in the trainer's environment") as error:
         open_nccl_sender("http://localhost:1", lambda *_: b"")

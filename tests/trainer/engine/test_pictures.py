@@ -1,36 +1,25 @@
 """The embedded engine shows pictures as the trainer does."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import inspect
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 from PIL import Image
 
-from pipelines.generation.engines.base import Picture, Sampled, Sampling
+from pipelines.generation.engines.base import Picture, Sampling
 from schemas.errors import RolloutError
 from tests.helpers.trainer_helpers import save_tiny_model
-from tests.helpers.vision_models import (
-    CONFIGS,
-    SHOWS,
-    Album,
-    Part,
-    Seen,
-    encoded,
-    picture_file,
-)
+from tests.helpers.vision_models import CONFIGS, SHOWS, Part, Seen, encoded, picture_file
 from trainer.engine.embedded import TransformersEngine
 from trainer.engine.pictures import next_positions, preparing, shown_inputs
 from trainer.models.policy import load_policy
 
-PROMPTS: list[list[Part]] = [
+PROMPTS = [
     [[1, 2, 3], "wide", [4, 5, 6, 7]],
     [[1, 2, 3, 4, 5]],
     [[9], "tall", [4, 5], "wide", [6, 7, 8, 9, 10, 11], "wide", [3]],
@@ -40,12 +29,12 @@ PROMPTS: list[list[Part]] = [
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def seen(tmp_path_factory):
     return cache(lambda kind: Seen.saved(kind, tmp_path_factory.mktemp(kind)))
 
 
-def engine_of(path: str, **settings: Any) -> TransformersEngine:
-    tokenizer: Any = SimpleNamespace(
+def engine_of(path, **settings):
+    tokenizer = SimpleNamespace(
         name=path,
         eos_token_id=0,
         special_tokens={},
@@ -56,7 +45,7 @@ def engine_of(path: str, **settings: Any) -> TransformersEngine:
     )
 
 
-def shown(album: Album, parts: list[Part]) -> tuple[list[int], list[Picture]]:
+def shown(album, parts):
     ids, entries = album.shown(parts)
     names = [part for part in parts if isinstance(part, str)]
     return ids, [
@@ -65,10 +54,10 @@ def shown(album: Album, parts: list[Part]) -> tuple[list[int], list[Picture]]:
     ]
 
 
-def sample(engine: TransformersEngine, calls: Any, **settings: Any) -> list[Sampled]:
+def sample(engine, calls, **settings):
     """Answers to calls; the engine starts when all are waiting."""
 
-    async def run() -> Any:
+    async def run():
         async with engine:
             await engine._weights.acquire()
             tasks = [
@@ -87,14 +76,12 @@ def sample(engine: TransformersEngine, calls: Any, **settings: Any) -> list[Samp
             engine._weights.release()
             return await asyncio.gather(*tasks)
 
-    found: list[Sampled] = asyncio.run(run())
+    found = asyncio.run(run())
     return found
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_sampled_logprobs_are_those_of_a_plain_forward_pass_of_each_row(
-    kind: str, seen: Any
-) -> None:
+def test_sampled_logprobs_are_those_of_a_plain_forward_pass_of_each_row(kind, seen):
     path, album, plain = seen(kind)
     calls = [shown(album, parts) for parts in PROMPTS]
     together = sample(engine_of(path), calls, max_tokens=6)
@@ -112,12 +99,12 @@ def test_sampled_logprobs_are_those_of_a_plain_forward_pass_of_each_row(
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
-def test_each_distinct_picture_of_a_batch_is_encoded_once(kind: str, seen: Any) -> None:
+def test_each_distinct_picture_of_a_batch_is_encoded_once(kind, seen):
     path, album, _ = seen(kind)
     engine, encoded_pictures = engine_of(path), list[int]()
     features = engine.model.base_model.get_image_features
 
-    def counting(pixel_values: Any, **inputs: Any) -> Any:
+    def counting(pixel_values, **inputs):
         grids = inputs.get("image_grid_thw")
         encoded_pictures.append(len(pixel_values if grids is None else grids))
         return features(pixel_values, **inputs)
@@ -129,9 +116,7 @@ def test_each_distinct_picture_of_a_batch_is_encoded_once(kind: str, seen: Any) 
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
-def test_tokens_after_a_picture_at_the_end_of_a_prompt_have_the_positions_of_the_model(
-    kind: str, seen: Any
-) -> None:
+def test_tokens_after_a_picture_at_the_end_of_a_prompt_have_the_positions_of_the_model(kind, seen):
     path, album, plain = seen(kind)
     prompts = [shown(album, [[1, 2], "wide"]), shown(album, [[1], "small", [3], "tall"])]
     for ids, pictures in prompts:
@@ -163,7 +148,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_prompt_that_cannot_be_shown_fails_its_own_call_only(name: str, seen: Any) -> None:
+def test_a_prompt_that_cannot_be_shown_fails_its_own_call_only(name, seen):
     path, album, _ = seen("qwen2_5_vl")
     bad, engine = BAD[name], engine_of(path)
     ids, pictures = shown(album, bad.parts)
@@ -171,7 +156,7 @@ def test_a_prompt_that_cannot_be_shown_fails_its_own_call_only(name: str, seen: 
         pictures = [dataclasses.replace(pictures[0], content=bad.content)]
     good_ids, good = shown(album, PROMPTS[0])
 
-    async def run() -> Any:
+    async def run():
         async with engine:
             return await asyncio.gather(
                 engine.sample(ids, Sampling(), pictures=pictures if bad.has_pictures else ()),
@@ -185,7 +170,7 @@ def test_a_prompt_that_cannot_be_shown_fails_its_own_call_only(name: str, seen: 
     assert len(sampled.response_ids) == 2
 
 
-def test_a_model_without_an_encoder_refuses_pictures(seen: Any, tmp_path: Path) -> None:
+def test_a_model_without_an_encoder_refuses_pictures(seen, tmp_path):
     _, album, _ = seen("gemma3")
     engine = engine_of(save_tiny_model(tmp_path, vocab_size=64))
     with pytest.raises(RolloutError) as error:

@@ -1,22 +1,11 @@
 """Every causal LM that Transformers builds: trained right in each layout, or refused by name."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
 
 from schemas.errors import RolloutError
 from tests.conftest import ROOT
-from tests.helpers.architectures import (
-    KINDS,
-    tiny_config,
-    tiny_model,
-    verdict,
-    windows_seen,
-)
+from tests.helpers.architectures import KINDS, tiny_config, tiny_model, verdict, windows_seen
 from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import group_rows, write_dataset
 from tests.trainer.models.test_trained_parameters import UNUSED, without_gradient
@@ -32,7 +21,7 @@ FEW = {"cohere2", "exaone4", "gpt2", "jetmoe", "qwen3_moe", "phimoe, LongRoPE"}
 @pytest.mark.parametrize(
     "kind", [k if k in FEW else pytest.param(k, marks=pytest.mark.nightly) for k in KINDS]
 )
-def test_an_architecture_is_right_in_each_layout_or_refused(kind: str, tmp_path: Path) -> None:
+def test_an_architecture_is_right_in_each_layout_or_refused(kind, tmp_path):
     found = verdict(kind, tmp_path)
     rows = (ROOT / "docs" / "models.md").read_text().splitlines()
     if found is None:
@@ -56,9 +45,7 @@ def test_an_architecture_is_right_in_each_layout_or_refused(kind: str, tmp_path:
 @pytest.mark.parametrize(
     "kind", [k if k in UNUSED else pytest.param(k, marks=pytest.mark.nightly) for k in KINDS]
 )
-def test_an_architecture_trains_in_two_processes_and_its_checkpoint_loads(
-    kind: str, tmp_path: Path
-) -> None:
+def test_an_architecture_trains_in_two_processes_and_its_checkpoint_loads(kind, tmp_path):
     if f"| {kind} | step, merge" not in (ROOT / "docs" / "models.md").read_text():
         pytest.skip("refused, or no model can be built from its default config")
     tiny_config(kind).save_pretrained(tmp_path / "model")
@@ -77,7 +64,7 @@ def test_an_architecture_trains_in_two_processes_and_its_checkpoint_loads(
     assert any(not torch.equal(before[name], after[name]) for name in before.keys() - frozen)
 
 
-def refusal(change: Callable[[Policy], None], policy: Policy) -> str | None:
+def refusal(change, policy):
     """The rule by which a policy refuses a change, if it does."""
     try:
         change(policy)

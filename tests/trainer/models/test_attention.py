@@ -1,8 +1,6 @@
 """Packed chains attend as each would alone, whatever the model's attention is made of."""
 
 import copy
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +10,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from schemas.errors import RolloutError
 from tests.helpers.trainer_helpers import (
     VOCAB,
-    Row,
     forests_of,
     gradients,
     make_batch,
@@ -32,7 +29,7 @@ from trainer.models.attention import (
 )
 from trainer.models.policy import Policy, load_policy, row_limit
 
-KINDS: dict[str, dict[str, Any]] = {
+KINDS = {
     "llama": {},
     "llama, as many keys as queries": {"num_key_value_heads": 4},
     "qwen2": {},
@@ -45,7 +42,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny(kind: str, **special: Any) -> Any:
+def tiny(kind, **special):
     """A model whose layers attend with a window, all of them or every other one, if it has any."""
     settings = KINDS.get(kind, {}) | special
     config = AutoConfig.for_model(
@@ -59,13 +56,13 @@ def tiny(kind: str, **special: Any) -> Any:
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
 
 
-def rows_of(*lengths: int) -> list[Row]:
+def rows_of(*lengths):
     rng = np.random.default_rng(0)
     tokens = [rng.integers(0, VOCAB, length).tolist() for length in lengths]
     return [(t[:2], t[2:], [True] * (len(t) - 2)) for t in tokens]
 
 
-def packed(policy: Policy, rows: list[Row]) -> torch.Tensor:
+def packed(policy, rows):
     batch = make_batch(rows)
     (forest,) = forests_of(batch)
     return policy(forest, batch.temperature[forest.target_slot])[0]
@@ -74,7 +71,7 @@ def packed(policy: Policy, rows: list[Row]) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("kind", "recomputes"), [*((kind, False) for kind in KINDS), ("llama", True), ("mistral", True)]
 )
-def test_packed_chains_are_those_of_an_eager_forward_each(kind: str, *, recomputes: bool) -> None:
+def test_packed_chains_are_those_of_an_eager_forward_each(kind, *, recomputes):
     model, rows = tiny(kind), rows_of(3, 13, 4, 9)
     plain = copy.deepcopy(model)
     plain.set_attn_implementation("eager")
@@ -90,7 +87,7 @@ def test_packed_chains_are_those_of_an_eager_forward_each(kind: str, *, recomput
     assert relative_difference(gradients(policy), gradients(plain)) < 1e-4
 
 
-def test_chains_make_no_mask_of_tokens_by_tokens_and_trees_do() -> None:
+def test_chains_make_no_mask_of_tokens_by_tokens_and_trees_do():
     policy = tiny_policy()
     (forest,) = forests_of(make_batch(rows_of(3, 13, 4)))
     with forest_mask(policy.model.config, forest) as mask:
@@ -104,14 +101,14 @@ def test_chains_make_no_mask_of_tokens_by_tokens_and_trees_do() -> None:
 
 
 @pytest.mark.parametrize("key_heads", [1, 4])
-def test_a_chain_runs_the_kernel_of_linear_memory(key_heads: int) -> None:
+def test_a_chain_runs_the_kernel_of_linear_memory(key_heads):
     query = torch.randn(1, 4, 33, 8, requires_grad=True)
     key, value = torch.randn(2, 1, key_heads, 33, 8)
     output = _causal(query, key, value, 0.0, None, None)
     assert "FlashAttention" in output.grad_fn.name()
 
 
-def test_a_plain_padded_forward_and_the_exported_model_stay_as_they_were(tmp_path: Path) -> None:
+def test_a_plain_padded_forward_and_the_exported_model_stay_as_they_were(tmp_path):
     model = tiny("mistral")
     plain = copy.deepcopy(model)
     policy = Policy(model, logprob_chunk_tokens=8)
@@ -123,12 +120,12 @@ def test_a_plain_padded_forward_and_the_exported_model_stay_as_they_were(tmp_pat
     assert CHAIN_ATTENTION not in (tmp_path / "config.json").read_text()
 
 
-def test_a_window_does_not_limit_rows() -> None:
+def test_a_window_does_not_limit_rows():
     config = tiny("mistral").config
     assert row_limit(config).num_tokens == config.max_position_embeddings > config.sliding_window
 
 
-def test_a_mask_of_the_models_own_making_is_refused() -> None:
+def test_a_mask_of_the_models_own_making_is_refused():
     model = tiny("llama")
     policy, (forest,) = Policy(model, logprob_chunk_tokens=8), forests_of(make_batch(rows_of(5)))
     attend = model.model.layers[0].self_attn.forward
@@ -141,7 +138,7 @@ def test_a_mask_of_the_models_own_making_is_refused() -> None:
         policy(forest, torch.ones(forest.num_targets))
 
 
-def test_capped_attention_scores_are_refused(tmp_path: Path) -> None:
+def test_capped_attention_scores_are_refused(tmp_path):
     tree = torch.tensor([[[[0, 1], [2, 2]]]])
     query, mask = torch.ones(1, 1, 2, 8), ForestMask(ChainLayout.of(tree[0, 0, 1]), tree)
     with pytest.raises(ValueError, match="softcap"):
@@ -154,7 +151,7 @@ def test_capped_attention_scores_are_refused(tmp_path: Path) -> None:
         load_policy(str(tmp_path), logprob_chunk_tokens=8)
 
 
-def test_models_that_run_another_attention_keep_it() -> None:
+def test_models_that_run_another_attention_keep_it():
     model = tiny_llama()
     model.set_attn_implementation("eager")
     Policy(model, logprob_chunk_tokens=8)

@@ -1,11 +1,7 @@
 """What is compiled on a GPU, as far as a CPU shows it: results, graphs, kernels, bytes."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -33,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("default")  # the compiler's
 
 
 @pytest.fixture(autouse=True)
-def compile_eagerly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def compile_eagerly(monkeypatch):
     """Compile everything but the kernels."""
     torch._dynamo.reset()
     usual = torch.compile
@@ -45,12 +41,12 @@ def compile_eagerly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     attention.AttentionInterface.register(attention.CHAIN_ATTENTION, attention.chain_attention)
 
 
-def num_graphs() -> int:
+def num_graphs():
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 @pytest.mark.slow
-def test_compiled_layers_give_the_same_gradient_with_one_set_of_graphs_for_all_shapes() -> None:
+def test_compiled_layers_give_the_same_gradient_with_one_set_of_graphs_for_all_shapes():
     size = dataclasses.replace(TINY, num_layers=3)
     policies = [policy_of(size, "cpu"), policy_of(size, "cpu")]
     compile_layers(policies[1].model, recomputes=True)
@@ -78,20 +74,16 @@ def test_compiled_layers_give_the_same_gradient_with_one_set_of_graphs_for_all_s
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["step", "tree"])
 @pytest.mark.parametrize("kind", ["lora", "experts"])
-def test_compiled_layers_with_adapters_or_experts_give_the_same_gradient(
-    kind: str, layout: str
-) -> None:
+def test_compiled_layers_with_adapters_or_experts_give_the_same_gradient(kind, layout):
     assert compiled_difference("cpu", TINY, kind, layout) < 1e-4
 
 
 @pytest.mark.slow
-def test_layers_that_are_recomputed_keep_the_output_of_attention(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    forward: list[bool] = []
+def test_layers_that_are_recomputed_keep_the_output_of_attention(monkeypatch):
+    forward = []
     plain = attention._attend
 
-    def counted(*inputs: Any, **settings: Any) -> Any:
+    def counted(*inputs, **settings):
         forward.append(not torch.is_grad_enabled())  # the backward pass differentiates it
         return plain(*inputs, **settings)
 
@@ -105,7 +97,7 @@ def test_layers_that_are_recomputed_keep_the_output_of_attention(
 
 
 @pytest.mark.slow
-def test_compiled_layers_replay_experts_with_one_graph() -> None:
+def test_compiled_layers_replay_experts_with_one_graph():
     policies = [policy_of_kind(TINY, "cpu", "experts") for _ in range(2)]
     compile_layers(policies[1].model, recomputes=True)
     before, graphs = num_graphs(), []
@@ -124,9 +116,7 @@ def test_compiled_layers_replay_experts_with_one_graph() -> None:
     assert graphs == [1, 1, 1]
 
 
-def test_layers_are_compiled_by_default_on_a_gpu_if_the_model_has_any(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_layers_are_compiled_by_default_on_a_gpu_if_the_model_has_any(monkeypatch):
     policy = policy_of(TINY, "cpu")
     wanted = {None: False, True: True, False: False}
     assert {c: compiles(ModelConfig(compile_layers=c), policy) for c in wanted} == wanted
@@ -140,11 +130,11 @@ def test_layers_are_compiled_by_default_on_a_gpu_if_the_model_has_any(
 class Traffic(TorchDispatchMode):
     """Counts operations on tensors of at least [rows, vocabulary], and the bytes they move."""
 
-    def __init__(self, num_elements: int) -> None:
+    def __init__(self, num_elements):
         super().__init__()
         self.num_elements, self.num_launches, self.num_bytes = num_elements, 0, 0
 
-    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, kinds, args=(), kwargs=None):
         found = func(*args, **(kwargs or {}))
         leaves = torch.utils._pytree.tree_leaves((args, kwargs, found))
         large = [
@@ -160,15 +150,15 @@ class Traffic(TorchDispatchMode):
 @pytest.mark.parametrize("softcap", [None, 30.0])
 @pytest.mark.parametrize("entropy_gradient", [False, True])
 def test_the_compiled_head_has_the_gradient_of_the_plain_one(
-    softcap: float | None,
-    entropy_gradient: bool,  # noqa: FBT001 - a parameter of the test
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    softcap,
+    entropy_gradient,
+    monkeypatch,
+):
     start = (3 * torch.randn(20, 64, generator=torch.Generator().manual_seed(0))).bfloat16()
 
-    def results() -> list[torch.Tensor]:
+    def results():
         logits = start.clone().requires_grad_()
-        settings: dict[str, Any] = {"softcap": softcap, "entropy_gradient": entropy_gradient}
+        settings = {"softcap": softcap, "entropy_gradient": entropy_gradient}
         logprobs, entropy = logprob_head.target_logprobs(
             logits * 1, torch.arange(20), torch.full((20,), 0.7), scale=0.5, **settings
         )
@@ -183,7 +173,7 @@ def test_the_compiled_head_has_the_gradient_of_the_plain_one(
 
 
 @pytest.mark.slow
-def test_chunks_of_all_sizes_share_two_graphs_of_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_all_sizes_share_two_graphs_of_the_head(monkeypatch):
     monkeypatch.setattr(logprob_head, "is_gpu", lambda _: True)
     before = num_graphs()
     for number in range(8):
@@ -195,15 +185,13 @@ def test_chunks_of_all_sizes_share_two_graphs_of_the_head(monkeypatch: pytest.Mo
     assert num_graphs() - before == 2
 
 
-def test_the_precision_follows_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_precision_follows_the_device(monkeypatch):
     assert default_dtype() == "float32"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert default_dtype() == "bfloat16"
 
 
-def test_the_attention_of_packed_rows_is_named_with_the_reason_if_it_is_slow(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_attention_of_packed_rows_is_named_with_the_reason_if_it_is_slow(monkeypatch):
     card = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     assert packed_attention(card, "bfloat16").startswith("FlashAttention 2 (varlen_attn)")
@@ -217,14 +205,14 @@ def test_the_attention_of_packed_rows_is_named_with_the_reason_if_it_is_slow(
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler for torch.compile on a CPU")
 def test_the_compiled_head_moves_a_fifth_of_the_bytes_in_a_fifth_of_the_launches(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    monkeypatch, caplog
+):
     """Inductor's own counts against the operations of the plain functions on blocks of rows."""
     num_rows, vocab = 1024, 4096
     logits = torch.zeros(num_rows, vocab, dtype=torch.bfloat16)
     columns = torch.zeros(num_rows, dtype=torch.int64), torch.ones(num_rows)
 
-    def both() -> None:
+    def both():
         leaf = logits.clone().requires_grad_()
         logprob_head.target_logprobs(leaf * 1, *columns)[0].sum().backward()
 

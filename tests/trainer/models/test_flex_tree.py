@@ -4,11 +4,7 @@ FlexAttention computes no gradients on a CPU. These tests lift its check of the 
 are then those of its reference implementation, which has no kernel.
 """
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +12,7 @@ import torch
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.functional import scaled_dot_product_attention
 
-from tests.helpers.trainer_helpers import VOCAB, Row
+from tests.helpers.trainer_helpers import VOCAB
 from tests.trainer.models.test_tree_attention import (
     dense,
     inputs_of,
@@ -24,7 +20,6 @@ from tests.trainer.models.test_tree_attention import (
     only_forest,
     tree_of,
 )
-from trainer.batches.forest import Forest
 from trainer.models import flex_tree
 from trainer.models.flex_tree import attend_by_blocks
 
@@ -33,13 +28,13 @@ MOST_GRAPHS = 4
 
 
 @pytest.fixture
-def compile_with(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+def compile_with(monkeypatch):
     """Compile FlexAttention as on a GPU, except for the backend; gradients are allowed."""
 
-    def choose(backend: str) -> None:
+    def choose(backend):
         torch._dynamo.reset()
         monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
-        made: Any = torch.compile(
+        made = torch.compile(
             torch_flex.flex_attention, dynamic=True, fullgraph=True, backend=backend
         )
         monkeypatch.setattr(flex_tree, "compiled", lambda: made)
@@ -48,25 +43,23 @@ def compile_with(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], No
     torch._dynamo.reset()
 
 
-def num_graphs() -> int:
+def num_graphs():
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-def small_forest(rng: np.random.Generator) -> Forest:
+def small_forest(rng):
     """Two responses to one prompt: 6 to 400 tokens."""
     prompt = rng.integers(0, VOCAB, rng.integers(2, 100)).tolist()
-    rows: list[Row] = []
+    rows = []
     for first in (1, 2):
         response = [first, *rng.integers(0, VOCAB, rng.integers(1, 150)).tolist()]
         rows.append((prompt, response, [True] * len(response)))
     return only_forest(rows)
 
 
-def expected(inputs: Any, forest: Forest, window: int | None) -> torch.Tensor:
+def expected(inputs, forest, window):
     mask = dense(forest, window)
-    found: torch.Tensor = scaled_dot_product_attention(
-        *inputs, attn_mask=mask, scale=0.3, enable_gqa=True
-    )
+    found = scaled_dot_product_attention(*inputs, attn_mask=mask, scale=0.3, enable_gqa=True)
     return found.transpose(1, 2)
 
 
@@ -74,8 +67,8 @@ def expected(inputs: Any, forest: Forest, window: int | None) -> torch.Tensor:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("num_batches", [60, pytest.param(NUM_BATCHES, marks=pytest.mark.nightly)])
 def test_all_shapes_with_and_without_windows_and_gradients_compile_four_graphs(
-    num_batches: int, compile_with: Callable[[str], None]
-) -> None:
+    num_batches, compile_with
+):
     compile_with("aot_eager")
     before, rng = num_graphs(), np.random.default_rng(0)
     sizes = set()
@@ -101,9 +94,7 @@ def test_all_shapes_with_and_without_windows_and_gradients_compile_four_graphs(
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("windows", [(None,), (None, 64)])
-def test_as_many_blocks_as_heads_and_whole_blocks_compile_no_further_graphs(
-    windows: tuple[int | None, ...], compile_with: Callable[[str], None]
-) -> None:
+def test_as_many_blocks_as_heads_and_whole_blocks_compile_no_further_graphs(windows, compile_with):
     """The first forest has 16 blocks for 16 heads, and inputs are views, as a model makes them."""
     compile_with("aot_eager")
     before = num_graphs()
@@ -121,7 +112,7 @@ def test_as_many_blocks_as_heads_and_whole_blocks_compile_no_further_graphs(
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("default")  # the compiler's
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler for torch.compile on a CPU")
-def test_a_compiled_kernel_computes_200_shapes_of_trees_without_compiling_again() -> None:
+def test_a_compiled_kernel_computes_200_shapes_of_trees_without_compiling_again():
     torch._dynamo.reset()
     before, rng = num_graphs(), np.random.default_rng(0)
     for number in range(NUM_BATCHES):
@@ -138,9 +129,7 @@ def test_a_compiled_kernel_computes_200_shapes_of_trees_without_compiling_again(
 @pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_padding_and_autocast_leave_the_result_of_a_small_forest(
-    groups: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_padding_and_autocast_leave_the_result_of_a_small_forest(groups, monkeypatch):
     """In bfloat16, queries and keys come in float32, as rotary embeddings leave them."""
     monkeypatch.setattr(flex_tree, "compiled", lambda: torch_flex.flex_attention)
     forest = small_forest(np.random.default_rng(1))
@@ -156,7 +145,7 @@ def test_padding_and_autocast_leave_the_result_of_a_small_forest(
     torch.testing.assert_close(rounded.float(), found, rtol=0.05, atol=0.02)
 
 
-def test_dropout_is_rejected() -> None:
+def test_dropout_is_rejected():
     forest = small_forest(np.random.default_rng(1))
     inputs = inputs_of(forest.num_tokens)
     with pytest.raises(ValueError, match="dropout"):

@@ -1,15 +1,9 @@
 """The claims of `tests/gpu` on a CPU, with tiny models; and a training step on a GPU's path, shapes only."""
 
-from __future__ import annotations
-
-import argparse
 import copy
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +15,6 @@ from transformers import AttentionInterface, AutoModelForCausalLM, Qwen2Config, 
 
 from benchmarks import gpu, training
 from benchmarks.gpu_setup import opened, rows_of
-from rollout_io.retokenize.tokenizer import ChatTokenizer
 from tests.conftest import ROOT
 from tests.helpers.gpu_claims import (
     TINY,
@@ -49,13 +42,11 @@ MODELS = {
 
 @pytest.mark.parametrize("layout", ["step", "tree"])
 @pytest.mark.parametrize("window", [None, 9])
-def test_bfloat16_is_as_exact_as_in_padded_rows(
-    layout: str, window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[int] = []
+def test_bfloat16_is_as_exact_as_in_padded_rows(layout, window, monkeypatch):
+    calls = []
     attend = attention.chain_attention
 
-    def counted(*arguments: Any, **settings: Any) -> Any:
+    def counted(*arguments, **settings):
         calls.append(1)
         return attend(*arguments, **settings)
 
@@ -65,27 +56,25 @@ def test_bfloat16_is_as_exact_as_in_padded_rows(
 
 
 @pytest.mark.parametrize("kind", ["sampler", "teacher"])
-def test_targets_with_sets_of_ids_have_the_gradient_of_a_cpu(kind: str) -> None:
+def test_targets_with_sets_of_ids_have_the_gradient_of_a_cpu(kind):
     assert sets_difference("cpu", TINY, kind) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compiles", [False, True])
 def test_a_model_sharded_over_one_process_has_the_gradient_of_a_whole_one(
-    compiles: bool,  # noqa: FBT001 - a parameter of the test
-) -> None:
+    compiles,
+):
     check_fsdp2("cpu", TINY, compiles=compiles)
 
 
 @pytest.mark.slow
-def test_batches_of_other_shapes_compile_nothing_on_a_cpu() -> None:
+def test_batches_of_other_shapes_compile_nothing_on_a_cpu():
     assert graphs_over_shapes("cpu", TINY, 20) == 0
 
 
 @pytest.mark.slow
-def test_rl_samples_and_trains_a_model_built_from_configuration(
-    tmp_path: Path, tokenizer: ChatTokenizer
-) -> None:
+def test_rl_samples_and_trains_a_model_built_from_configuration(tmp_path, tokenizer):
     check_rl_iteration(tmp_path, tokenizer, tiny=True)
 
 
@@ -100,20 +89,20 @@ def test_rl_samples_and_trains_a_model_built_from_configuration(
     ],
 )
 def test_a_bfloat16_step_of_the_kernels_for_gpus_has_the_right_shapes_and_dtypes(
-    name: str, layout: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    name, layout, monkeypatch
+):
     """Fake tensors have shapes and dtypes, but no values, so a model of any size fits."""
-    seen: list[Any] = []
+    seen = []
     kernel, config = varlen.VARLEN_ATTN, copy.deepcopy(MODELS[name])
     config.num_hidden_layers = 2  # of 24 and 28 alike ones
     heads, keys = config.num_attention_heads, config.num_key_value_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
 
-    def counted(query: Any, key: Any, value: Any, *rest: Any, **settings: Any) -> Any:
+    def counted(query, key, value, *rest, **settings):
         seen.append([(tuple(t.shape), t.dtype) for t in (query, key, value)])
         return kernel(query, key, value, *rest, **settings)
 
-    def flex(query: Any, key: Any, value: Any, *, block_mask: Any, scale: float, **_: Any) -> Any:
+    def flex(query, key, value, *, block_mask, scale, **_):
         seen.append([(tuple(t.shape), t.dtype) for t in (query, key, value)])
         options = {"OUTPUT_LOGSUMEXP": True, "BACKEND": "AUTO"}
         mask = block_mask.as_tuple()
@@ -160,16 +149,14 @@ def test_a_bfloat16_step_of_the_kernels_for_gpus_has_the_right_shapes_and_dtypes
     assert all(inputs == wanted for inputs in seen)
 
 
-def test_without_a_gpu_the_benchmark_says_so_in_one_sentence(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_a_gpu_the_benchmark_says_so_in_one_sentence(monkeypatch):
     monkeypatch.setattr("sys.argv", ["gpu"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="no GPU: nothing was measured; --device cpu --tiny"):
         gpu.main()
 
 
-def test_the_peak_is_that_of_the_longest_name_of_a_card() -> None:
+def test_the_peak_is_that_of_the_longest_name_of_a_card():
     cards = ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-80GB", "NVIDIA L40S")
     assert [gpu.peak_tflops(card) for card in cards] == [989.4, 756.0, 312.0, 362.1]
     assert gpu.peak_tflops("CPU, no GPU") is None
@@ -178,18 +165,18 @@ def test_the_peak_is_that_of_the_longest_name_of_a_card() -> None:
 class Products(TorchDispatchMode):
     """Collects the dtypes of matrix products."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.dtypes: list[torch.dtype] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}:
             self.dtypes.append(args[-1].dtype)
         return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture
-def small_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[argparse.Namespace]:
+def small_run(monkeypatch):
     monkeypatch.setattr("sys.argv", ["gpu", "--device", "cpu", "--tiny", "--part", "training"])
     # An earlier run of this process may have used float32, which Accelerate keeps.
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -199,10 +186,8 @@ def small_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[argparse.Namespace]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
-def test_all_sides_of_the_benchmark_multiply_in_bfloat16(
-    small_run: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def once(_policy: Any, step: Any, **_: Any) -> dict[str, float]:  # no warm-up in float32
+def test_all_sides_of_the_benchmark_multiply_in_bfloat16(small_run, monkeypatch):
+    def once(_policy, step, **_):  # no warm-up in float32
         step()
         return {"seconds": 1.0}
 
@@ -222,16 +207,14 @@ def test_all_sides_of_the_benchmark_multiply_in_bfloat16(
 
 
 @pytest.mark.slow
-def test_a_side_that_fails_leaves_the_results_of_the_others(
-    small_run: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any) -> Any:
+def test_a_side_that_fails_leaves_the_results_of_the_others(small_run, monkeypatch):
+    def fail(*_):
         raise ValueError("no kernel")
 
-    lines: list[dict[str, Any]] = []
-    seen: list[int] = []
+    lines = []
+    seen = []
 
-    def written(line: str, file: Any = sys.stdout, **_: Any) -> None:
+    def written(line, file=sys.stdout, **_):
         if file is not sys.stderr:
             lines.append(json.loads(line))
 
@@ -247,7 +230,7 @@ def test_a_side_that_fails_leaves_the_results_of_the_others(
 
 
 @pytest.mark.slow
-def test_a_cpu_rehearses_every_part_of_the_benchmark() -> None:
+def test_a_cpu_rehearses_every_part_of_the_benchmark():
     command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--tiny", "--json"]
     done = subprocess.run(
         [*command, "--dtype", "float32"], cwd=ROOT, capture_output=True, text=True, check=False
@@ -266,5 +249,5 @@ def test_a_cpu_rehearses_every_part_of_the_benchmark() -> None:
     assert found["engine", "4 calls"]["tokens_per_s"] > 0
 
 
-def test_the_parts_of_the_benchmark_take_eight_minutes_at_most() -> None:
+def test_the_parts_of_the_benchmark_take_eight_minutes_at_most():
     assert sum(gpu.LIMIT_S[part] for part in gpu.PARTS if part != "vllm") <= 480

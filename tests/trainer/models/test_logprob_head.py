@@ -1,10 +1,7 @@
 """Log-probabilities, entropies and their gradients are those of the formula, in place."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 import trainer.models.logprob_head
 from tests.helpers.trainer_helpers import relative_difference
@@ -13,21 +10,21 @@ from trainer.models.logprob_head import target_logprobs
 NUM, VOCAB = 7, 11
 
 
-def literal(logits: Tensor, token: Tensor, temperature: Tensor, scale: float, cap: Any) -> Any:
+def literal(logits, token, temperature, scale, cap):
     z = logits * scale
     z = z if cap is None else cap * torch.tanh(z / cap)
     log_p = (z / temperature[:, None]).log_softmax(-1)
     return log_p.gather(-1, token[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
-def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     logits = (4 * torch.randn(NUM, VOCAB, generator=generator)).to(dtype)
     token = torch.randint(VOCAB, (NUM,), generator=generator)
     return logits, token, torch.linspace(0.5, 2.0, NUM)
 
 
-def gradient(found: tuple[Tensor, Tensor], leaf: Tensor, *, through_entropy: bool) -> Tensor:
+def gradient(found, leaf, *, through_entropy):
     weights = torch.linspace(-1, 2, NUM).to(found[0].dtype)
     total = (weights * found[0]).sum()
     if through_entropy:
@@ -35,7 +32,7 @@ def gradient(found: tuple[Tensor, Tensor], leaf: Tensor, *, through_entropy: boo
     return torch.autograd.grad(total, leaf)[0]
 
 
-def test_even_logits_give_the_logarithm_of_their_number() -> None:
+def test_even_logits_give_the_logarithm_of_their_number():
     found = target_logprobs(torch.zeros(1, 4), torch.tensor([2]), torch.ones(1))
     assert [round(value.item(), 4) for value in found] == [-1.3863, 1.3863]
 
@@ -44,8 +41,8 @@ def test_even_logits_give_the_logarithm_of_their_number() -> None:
 @pytest.mark.parametrize("through_entropy", [False, True])
 @pytest.mark.parametrize(("scale", "cap"), [(1.0, None), (0.25, None), (1.0, 3.0), (2.0, 5.0)])
 def test_values_and_gradients_are_those_of_the_formula_in_float64(
-    *, scale: float, cap: Any, through_entropy: bool, rows_at_once: int, monkeypatch: Any
-) -> None:
+    *, scale, cap, through_entropy, rows_at_once, monkeypatch
+):
     monkeypatch.setattr(trainer.models.logprob_head, "BLOCK_ELEMENTS", rows_at_once * VOCAB)
     logits, token, temperature = inputs()
     exact = logits.double().requires_grad_()
@@ -64,7 +61,7 @@ def test_values_and_gradients_are_those_of_the_formula_in_float64(
     assert relative_difference(ours.double(), theirs) < 1e-5
 
 
-def test_logits_of_half_precision_are_worked_on_in_float32() -> None:
+def test_logits_of_half_precision_are_worked_on_in_float32():
     logits, token, temperature = inputs(torch.bfloat16)
     exact = logits.double().requires_grad_()
     expected = literal(exact, token, temperature.double(), 1.0, None)
@@ -77,10 +74,10 @@ def test_logits_of_half_precision_are_worked_on_in_float32() -> None:
     assert relative_difference(ours.double(), theirs) < 2**-8  # bfloat16 keeps 8 bits
 
 
-def test_the_gradient_takes_the_place_of_the_logits_and_a_second_one_is_refused() -> None:
+def test_the_gradient_takes_the_place_of_the_logits_and_a_second_one_is_refused():
     leaf, token, temperature = inputs()
     logits = leaf.requires_grad_() * 1
-    kept: list[Tensor] = []
+    kept = []
     logits.register_hook(kept.append)
     total = target_logprobs(logits, token, temperature)[0].sum()
     total.backward(retain_graph=True)

@@ -1,11 +1,9 @@
 """LoRA: which weights train, their gradient, what a checkpoint holds, and `--resume`."""
 
-import json
 import math
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
@@ -20,6 +18,7 @@ from tests.helpers.routing_helpers import tiny_moe
 from tests.helpers.trainer_helpers import (
     forests_of,
     group_rows,
+    lines_of,
     make_batch,
     plain_logprobs,
     relative_difference,
@@ -30,7 +29,6 @@ from tests.helpers.trainer_helpers import (
     write_dataset,
 )
 from tests.trainer.models.test_attention import tiny
-from trainer.config.train_config import TrainConfig
 from trainer.loss import policy_logprobs
 from trainer.models.lora import WithoutAdapter, add_adapter, checkpoint_weights, save_model
 from trainer.models.policy import Policy
@@ -41,14 +39,13 @@ ROWS = [
     ([6], [6, 2, 6], [True] * 3),
 ]
 PLAIN_PEFT = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-TIMES = {"seconds", "tokens_per_s"}
 
 
-def config_of(**settings: Any) -> TrainConfig:
+def config_of(**settings):
     return train_config(dataset="d", model="m", out="o", **({"lora_rank": 4} | settings))
 
 
-def adapted_policy(*, checkpointed: bool = False, chunk: int = 1024, **settings: Any) -> Policy:
+def adapted_policy(*, checkpointed=False, chunk=1024, **settings):
     """A tiny policy whose adapters say something."""
     policy = tiny_policy(chunk=chunk)
     add_adapter(policy, config_of(**settings).model)
@@ -62,14 +59,14 @@ def adapted_policy(*, checkpointed: bool = False, chunk: int = 1024, **settings:
 
 
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def paths(tmp_path_factory):
     folder = tmp_path_factory.mktemp("start")
     rows = group_rows(2, (1.0, 0.0, 0.5))
     dataset = write_dataset(folder / "ds", rows)
     return {"dataset": dataset, "model": save_tiny_model(folder / "model")}
 
 
-def run(paths: dict[str, str], out: Path, *, resume: bool = False, **settings: Any) -> Any:
+def run(paths, out, *, resume=False, **settings):
     """Four updates, all of one batch."""
     defaults = {"learning_rate": 1e-2, "groups_per_batch": 2, "groups_per_mini_batch": 1}
     given = {"epochs_per_batch": 2, "save_every_updates": 1, "lora_rank": 4, "kl_loss_coef": 0.1}
@@ -78,33 +75,26 @@ def run(paths: dict[str, str], out: Path, *, resume: bool = False, **settings: A
 
 
 @pytest.fixture(scope="module")
-def whole(paths: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(paths, tmp_path_factory):
     out = tmp_path_factory.mktemp("whole") / "run"
     run(paths, out)
     return out
 
 
-def lines_of(out: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
-
-
-def files_of(out: Path) -> dict[str, bytes]:
+def files_of(out):
     return {str(p.relative_to(out)): p.read_bytes() for p in out.rglob("*") if p.is_file()}
 
 
 @PLAIN_PEFT
 @pytest.mark.parametrize(("checkpointed", "chunk"), [(False, 1024), (True, 1024), (True, 2)])
-def test_the_gradient_of_the_adapters_is_that_of_plain_peft(
-    *, checkpointed: bool, chunk: int
-) -> None:
+def test_the_gradient_of_the_adapters_is_that_of_plain_peft(*, checkpointed, chunk):
     policy, batch = adapted_policy(checkpointed=checkpointed, chunk=chunk), make_batch(ROWS)
     weights = torch.linspace(-1, 1, len(batch.trains)) * torch.from_numpy(batch.trains)
     for forest in forests_of(batch, budget=9):
         logprobs, _ = policy(forest, torch.ones(forest.num_targets))
         (logprobs * weights[forest.target_slot]).sum().backward()
     settings = peft.LoraConfig(r=4, lora_alpha=16, target_modules="all-linear")
-    plain: Any = peft.get_peft_model(tiny_llama(), settings)
+    plain = peft.get_peft_model(tiny_llama(), settings)
     plain.get_base_model().load_state_dict(policy.model.state_dict())
     (plain_logprobs(plain.eval(), ROWS) * weights).sum().backward()
     found = dict(policy.model.named_parameters())
@@ -116,7 +106,7 @@ def test_the_gradient_of_the_adapters_is_that_of_plain_peft(
 
 
 @PLAIN_PEFT
-def test_saving_merges_the_adapters_and_leaves_the_policy_as_it_is(tmp_path: Path) -> None:
+def test_saving_merges_the_adapters_and_leaves_the_policy_as_it_is(tmp_path):
     policy, batch = adapted_policy(), make_batch(ROWS)
     before = {name: weight.clone() for name, weight in policy.state_dict().items()}
     save_model(policy.model, tmp_path, policy.model.state_dict())
@@ -132,7 +122,7 @@ def test_saving_merges_the_adapters_and_leaves_the_policy_as_it_is(tmp_path: Pat
             assert float((found - own)[batch.trains].abs().max()) > 0.1
 
 
-def test_with_its_adapters_off_a_policy_says_what_its_model_does_and_then_its_own_again() -> None:
+def test_with_its_adapters_off_a_policy_says_what_its_model_does_and_then_its_own_again():
     policy, batch = adapted_policy(), make_batch(ROWS)
     learner, forests, at = run_of(policy), forests_of(batch), batch.trains
     before = policy_logprobs(learner, batch, forests)[at]
@@ -146,7 +136,7 @@ def test_with_its_adapters_off_a_policy_says_what_its_model_does_and_then_its_ow
 
 
 @pytest.mark.slow
-def test_a_run_changes_its_adapters_alone(paths: dict[str, str], whole: Path) -> None:
+def test_a_run_changes_its_adapters_alone(paths, whole):
     lines = lines_of(whole)
     assert len(lines) == 4
     numbers = [value for line in lines for value in line.values()]
@@ -164,17 +154,13 @@ def test_a_run_changes_its_adapters_alone(paths: dict[str, str], whole: Path) ->
     assert len(state) == 3 * 28
 
 
-def test_the_reference_is_the_model_the_run_began_with(
-    paths: dict[str, str], whole: Path, tmp_path: Path
-) -> None:
+def test_the_reference_is_the_model_the_run_began_with(paths, whole, tmp_path):
     run(paths, tmp_path, reference_model=paths["model"])
     assert lines_of(tmp_path) == lines_of(whole)
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])
-def test_a_run_that_is_resumed_is_bit_for_bit_one_that_was_not(
-    step: int, paths: dict[str, str], whole: Path, tmp_path: Path
-) -> None:
+def test_a_run_that_is_resumed_is_bit_for_bit_one_that_was_not(step, paths, whole, tmp_path):
     shutil.copytree(whole, tmp_path / "run")
     (tmp_path / "run" / "checkpoints" / "latest").write_text(f"global_step_{step}\n")
     run(paths, tmp_path / "run", resume=True)
@@ -183,7 +169,7 @@ def test_a_run_that_is_resumed_is_bit_for_bit_one_that_was_not(
 
 
 @pytest.mark.slow
-def test_the_critic_of_gae_trains_whole(paths: dict[str, str], tmp_path: Path) -> None:
+def test_the_critic_of_gae_trains_whole(paths, tmp_path):
     run(paths, tmp_path, estimator="gae", critic_learning_rate=1e-2)
     checkpoint = tmp_path / "checkpoints" / "global_step_4"
     start, end = (
@@ -195,9 +181,7 @@ def test_the_critic_of_gae_trains_whole(paths: dict[str, str], tmp_path: Path) -
     assert not (checkpoint / "critic" / "adapter").exists()
 
 
-def test_only_the_layers_that_are_named_have_adapters(
-    paths: dict[str, str], tmp_path: Path
-) -> None:
+def test_only_the_layers_that_are_named_have_adapters(paths, tmp_path):
     run(paths, tmp_path, lora_target_modules=("q_proj", "layers.1.mlp.up_proj"), max_updates=1)
     adapter = tmp_path / "checkpoints" / "global_step_1" / "adapter"
     assert {name[17:] for name in load_file(adapter / "adapter_model.safetensors")} == {
@@ -219,7 +203,7 @@ def test_only_the_layers_that_are_named_have_adapters(
         (("q_proj", "norm"), "peft cannot add adapters: Target module LlamaRMSNorm"),
     ],
 )
-def test_what_cannot_have_an_adapter_is_refused(targets: tuple[str, ...], got: str) -> None:
+def test_what_cannot_have_an_adapter_is_refused(targets, got):
     with pytest.raises(RolloutError, match=rf"m: {got}.*\[lora_target_modules\]"):
         adapted_policy(lora_target_modules=targets)
 
@@ -228,9 +212,7 @@ MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "qwen2_moe"])
-def test_a_mixture_of_experts_has_adapters_in_its_attention_by_default(
-    kind: str, tmp_path: Path
-) -> None:
+def test_a_mixture_of_experts_has_adapters_in_its_attention_by_default(kind, tmp_path):
     policy = Policy(tiny(kind, **MIXTURE), logprob_chunk_tokens=8)
     add_adapter(policy, config_of().model)
     trained = {n for n, p in policy.model.named_parameters() if p.requires_grad}
@@ -244,7 +226,7 @@ def test_a_mixture_of_experts_has_adapters_in_its_attention_by_default(
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-def check_named_as_saved(model: Any, path: Path, state: dict[str, torch.Tensor]) -> None:
+def check_named_as_saved(model, path, state):
     """What an engine gets in memory has the names and values of a saved model, and tied weights too."""
     save_model(model, path, state)
     in_memory, saved = dict(checkpoint_weights(model)), load_file(path / "model.safetensors")
@@ -254,16 +236,14 @@ def check_named_as_saved(model: Any, path: Path, state: dict[str, torch.Tensor])
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
-def test_experts_are_given_to_an_engine_one_by_one_as_they_are_saved(
-    family: str, tmp_path: Path
-) -> None:
+def test_experts_are_given_to_an_engine_one_by_one_as_they_are_saved(family, tmp_path):
     model = tiny_moe(family)
     check_named_as_saved(model, tmp_path / "model", model.state_dict())
     assert any(".experts.0." in name for name, _ in checkpoint_weights(model))
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_adapters_are_merged_for_an_engine_as_they_are_saved(tmp_path: Path, *, tied: bool) -> None:
+def test_adapters_are_merged_for_an_engine_as_they_are_saved(tmp_path, *, tied):
     policy = tiny_policy(tie_word_embeddings=tied)
     add_adapter(policy, config_of().model)
     for name, parameter in policy.model.named_parameters():
@@ -273,7 +253,7 @@ def test_adapters_are_merged_for_an_engine_as_they_are_saved(tmp_path: Path, *, 
 
 
 @pytest.mark.parametrize("targets", [("experts",), ("gate",), ("gate_proj",)])
-def test_experts_and_routers_are_refused_with_a_hint_that_works(targets: tuple[str, ...]) -> None:
+def test_experts_and_routers_are_refused_with_a_hint_that_works(targets):
     policy = Policy(tiny("qwen3_moe", **MIXTURE), logprob_chunk_tokens=8)
     with pytest.raises(RolloutError, match=r"m: .*adapters.*\[lora_target_modules\]") as error:
         add_adapter(policy, config_of(lora_target_modules=targets).model)
@@ -281,7 +261,7 @@ def test_experts_and_routers_are_refused_with_a_hint_that_works(targets: tuple[s
     assert error.value.hint == f"leave lora_target_modules out to add adapters to {names}"
 
 
-def test_a_model_without_linear_layers_is_refused_with_a_hint_that_works() -> None:
+def test_a_model_without_linear_layers_is_refused_with_a_hint_that_works():
     policy = Policy(tiny("gpt2"), logprob_chunk_tokens=8)
     with pytest.raises(RolloutError, match=r"m: .*adapters.*\[lora_target_modules\]") as error:
         add_adapter(policy, config_of().model)
@@ -300,15 +280,13 @@ def test_a_model_without_linear_layers_is_refused_with_a_hint_that_works() -> No
         ),
     ],
 )
-def test_bad_settings_are_refused_by_name(settings: dict[str, Any], keys: str) -> None:
+def test_bad_settings_are_refused_by_name(settings, keys):
     with pytest.raises(RolloutError, match=rf"{keys}: found.*\[config_value\]"):
         config_of(**settings)
 
 
 @pytest.mark.parametrize("damage", ["no file", "not safetensors", "another rank"])
-def test_a_damaged_adapter_is_refused(
-    damage: str, paths: dict[str, str], whole: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_adapter_is_refused(damage, paths, whole, tmp_path):
     shutil.copytree(whole, tmp_path / "run")
     file = tmp_path / "run/checkpoints/global_step_4/adapter/adapter_model.safetensors"
     file.write_bytes(b"")
@@ -321,7 +299,7 @@ def test_a_damaged_adapter_is_refused(
         run(paths, tmp_path / "run", resume=True, num_epochs=2)
 
 
-def test_a_missing_peft_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_peft_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(RolloutError, match="extra_installed") as error:
         adapted_policy()

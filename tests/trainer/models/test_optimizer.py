@@ -1,10 +1,7 @@
 """Optimizers, and the learning rate of each update."""
 
-import json
 import math
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,19 +11,21 @@ from transformers import get_scheduler
 import trainer
 from schemas.errors import RolloutError
 from tests.helpers.configs import train_config
-from tests.helpers.trainer_helpers import group_rows, save_tiny_model, write_dataset
-from trainer.config.train_config import TrainConfig
+from tests.helpers.trainer_helpers import (
+    group_rows,
+    lines_of,
+    save_tiny_model,
+    write_dataset,
+)
 from trainer.models.optimizer import make_optimizer, rate_factor
 
-TIMES = {"seconds", "tokens_per_s"}
 
-
-def config_of(**settings: Any) -> TrainConfig:
+def config_of(**settings):
     return train_config(dataset="d", model="m", out="o", **settings)
 
 
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def paths(tmp_path_factory):
     """Three groups, of which the second trains nothing, and a model with 8 kB matrices."""
     folder = tmp_path_factory.mktemp("start")
     rows = group_rows(3, (1.0, 0.0))
@@ -36,16 +35,11 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"dataset": write_dataset(folder / "ds", rows), "model": model}
 
 
-def run(paths: dict[str, str], out: Path, *, resume: bool = False, **settings: Any) -> Any:
+def run(paths, out, *, resume=False, **settings):
     """A mini-batch of each of the three groups, twice."""
-    defaults: dict[str, Any] = {"groups_per_batch": 1, "groups_per_mini_batch": 1, "num_epochs": 2}
+    defaults = {"groups_per_batch": 1, "groups_per_mini_batch": 1, "num_epochs": 2}
     given = defaults | {"learning_rate": 1e-3, "save_every_updates": 1} | settings
     return trainer.train(train_config(**paths, **given, out=str(out)), resume=resume)
-
-
-def lines_of(out: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
 
 
 @pytest.mark.parametrize(
@@ -60,23 +54,21 @@ def lines_of(out: Path) -> list[dict[str, Any]]:
         ("cosine", 9, [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]),
     ],
 )
-def test_schedules_are_those_computed_by_hand(
-    schedule: str, warmup: int, expected: list[float]
-) -> None:
+def test_schedules_are_those_computed_by_hand(schedule, warmup, expected):
     config = config_of(learning_rate_schedule=schedule, warmup_updates=warmup)
     found = [rate_factor(config.optimizer, 6, s) for s in range(6)]
     assert found == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-def test_a_warmup_as_long_as_the_run_leaves_no_rate_undefined(schedule: str) -> None:
+def test_a_warmup_as_long_as_the_run_leaves_no_rate_undefined(schedule):
     config = config_of(learning_rate_schedule=schedule, warmup_updates=6)
     rates = [rate_factor(config.optimizer, 6, s) for s in range(7)]
     assert rates[5:] == [6 / 7, 1.0]  # the run asks once more after its last update
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_schedules_are_those_of_transformers_after_the_warmup(schedule: str) -> None:
+def test_schedules_are_those_of_transformers_after_the_warmup(schedule):
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     theirs = get_scheduler(schedule, optimizer, num_warmup_steps=3, num_training_steps=20)
     config = config_of(learning_rate_schedule=schedule, warmup_updates=3)
@@ -90,8 +82,8 @@ def test_schedules_are_those_of_transformers_after_the_warmup(schedule: str) -> 
 
 @pytest.mark.slow
 def test_a_run_steps_at_the_rates_of_the_schedule_which_skipped_mini_batches_do_not_move(
-    paths: dict[str, str], tmp_path: Path
-) -> None:
+    paths, tmp_path
+):
     run(paths, tmp_path, learning_rate_schedule="linear", warmup_updates=1, learning_rate=1.0)
     lines = lines_of(tmp_path)
     assert [line["skipped"] for line in lines] == [0, 1, 0, 0, 1, 0]
@@ -100,10 +92,8 @@ def test_a_run_steps_at_the_rates_of_the_schedule_which_skipped_mini_batches_do_
 
 
 @pytest.mark.slow
-def test_the_critic_steps_at_the_rates_of_the_schedule(
-    paths: dict[str, str], tmp_path: Path
-) -> None:
-    settings: dict[str, Any] = {"estimator": "gae", "max_updates": 1}
+def test_the_critic_steps_at_the_rates_of_the_schedule(paths, tmp_path):
+    settings = {"estimator": "gae", "max_updates": 1}
     run(paths, tmp_path / "warm", critic_learning_rate=0.2, warmup_updates=1, **settings)
     run(paths, tmp_path / "half", critic_learning_rate=0.1, learning_rate=5e-4, **settings)
     for name in ("critic/model.safetensors", "critic/value_head.safetensors", "model.safetensors"):
@@ -114,9 +104,9 @@ def test_the_critic_steps_at_the_rates_of_the_schedule(
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
 def test_a_run_that_is_resumed_has_the_rates_and_weights_of_one_that_was_not(
-    optimizer: str, paths: dict[str, str], tmp_path: Path
-) -> None:
-    settings: dict[str, Any] = {"learning_rate_schedule": "cosine", "algorithm": optimizer}
+    optimizer, paths, tmp_path
+):
+    settings = {"learning_rate_schedule": "cosine", "algorithm": optimizer}
     run(paths, tmp_path, **settings)
     whole, weights = lines_of(tmp_path), tmp_path / "checkpoints/global_step_4/model.safetensors"
     expected = weights.read_bytes()
@@ -130,8 +120,8 @@ def test_a_run_that_is_resumed_has_the_rates_and_weights_of_one_that_was_not(
 @pytest.mark.slow
 @pytest.mark.parametrize("longer", [{"max_updates": 5}, {"num_epochs": 3}])
 def test_a_run_whose_rate_goes_down_towards_its_last_update_cannot_be_made_longer(
-    longer: dict[str, int], paths: dict[str, str], tmp_path: Path
-) -> None:
+    longer, paths, tmp_path
+):
     run(paths, tmp_path, learning_rate_schedule="linear", max_updates=2)
     changed = {"max_updates": 2} | longer
     with pytest.raises(RolloutError, match=rf"{next(iter(longer))}: found.*\[resume_config\]"):
@@ -139,9 +129,7 @@ def test_a_run_whose_rate_goes_down_towards_its_last_update_cannot_be_made_longe
 
 
 @pytest.mark.slow
-def test_moments_of_8_bits_train_nearly_as_those_of_32(
-    paths: dict[str, str], tmp_path: Path
-) -> None:
+def test_moments_of_8_bits_train_nearly_as_those_of_32(paths, tmp_path):
     start = load_file(f"{paths['model']}/model.safetensors")
     moved = {}
     for optimizer in ("adamw", "adamw_8bit"):
@@ -159,7 +147,7 @@ def test_moments_of_8_bits_train_nearly_as_those_of_32(
     assert difference < 0.2
 
 
-def test_a_missing_bitsandbytes_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_bitsandbytes_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     parameters = [torch.nn.Parameter(torch.zeros(1))]
     config, device = config_of(algorithm="adamw_8bit"), torch.device("cpu")

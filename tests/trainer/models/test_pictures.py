@@ -1,11 +1,7 @@
 """Models that see pictures: in every layout what a plain forward pass of each row gives."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -16,20 +12,19 @@ from transformers import AutoModelForImageTextToText
 from schemas.errors import RolloutError
 from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import gradients, relative_difference, tiny_policy
-from tests.helpers.vision_models import CONFIGS, SHOWS, Album, Part, Seen
-from trainer.batch import Batch, to_batch
-from trainer.batches.forest import Forest, Pictures
+from tests.helpers.vision_models import CONFIGS, SHOWS, Album, Seen
+from trainer.batch import to_batch
 from trainer.batches.micro_batches import cut_batch
 from trainer.models import pictures
 from trainer.models.layers import compile_layers, layer_classes
 from trainer.models.lora import add_adapter
 from trainer.models.pictures import grid_positions, num_features, without_encoder
-from trainer.models.policy import Policy, load_policy
+from trainer.models.policy import load_policy
 from trainer.models.self_check import check_pictures
 from trainer.run.checkpoint import write_model
 
-START: list[Part] = [[1, 2, 3], "wide", [4, 5, 6, 7]]
-STEPS: list[tuple[list[Part], list[int]]] = [
+START = [[1, 2, 3], "wide", [4, 5, 6, 7]]
+STEPS = [
     (START, [8, 9]),
     ([*START, [8, 9], "tall", [10]], [11, 12, 13]),
     ([*START, [8, 9], "small", [10]], [11, 12, 13]),
@@ -39,7 +34,7 @@ STEPS: list[tuple[list[Part], list[int]]] = [
     (["small"], [26]),
 ]
 """Prompt and response of each step: shared screens, forks before and after them, and text alone."""
-MERGED: list[tuple[list[Part], list[Part]]] = [
+MERGED = [
     (START, [[8, 9], "tall", [10, 11, 12, 13]]),
     (START, [[8, 9], "small", [10, 11, 12, 13]]),
     (START, [[8, 9], "wide", [10, 14]]),
@@ -48,15 +43,15 @@ MERGED: list[tuple[list[Part], list[Part]]] = [
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def seen(tmp_path_factory):
     return cache(lambda kind: Seen.saved(kind, tmp_path_factory.mktemp(kind)))
 
 
-def batch_of(album: Album, rows: Sequence[tuple[list[Part], list[Part]]]) -> Batch:
+def batch_of(album, rows):
     """Rows of one group, each of a trajectory of its own."""
     n = len(rows)
     table = [album.row(*row) for row in rows]
-    common: dict[str, Any] = {
+    common = {
         "name": [f"row {i}" for i in range(n)],
         "instance_id": ["g"] * n,
         "trajectory_id": [f"g_{i}" for i in range(n)],
@@ -68,7 +63,7 @@ def batch_of(album: Album, rows: Sequence[tuple[list[Part], list[Part]]]) -> Bat
         "mini_batch": [0] * n,
     }
     picture = pl.Struct({"sha256": pl.String, "start": pl.Int32, "length": pl.Int32})
-    schema: dict[str, Any] = {
+    schema = {
         "prompt_token_ids": pl.List(pl.Int32),
         "response_ids": pl.List(pl.Int32),
         "rollout_logprobs": pl.List(pl.Float32),
@@ -80,13 +75,13 @@ def batch_of(album: Album, rows: Sequence[tuple[list[Part], list[Part]]]) -> Bat
     return to_batch(frame, pictures=album.reader)
 
 
-def forests_of(batch: Batch, layout: str, budget: int) -> list[Forest]:
+def forests_of(batch, layout, budget):
     config = train_config(sequence_layout=layout, tokens_per_micro_batch=budget).batch
     (mini_batch,) = cut_batch(batch, config)
     return mini_batch.forests
 
 
-def outputs(policy: Policy, batch: Batch, forests: Sequence[Forest]) -> torch.Tensor:
+def outputs(policy, batch, forests):
     """Log-probabilities of all targets, in the order of the batch."""
     by_slot = torch.zeros(len(batch.trains))
     for forest in forests:
@@ -95,7 +90,7 @@ def outputs(policy: Policy, batch: Batch, forests: Sequence[Forest]) -> torch.Te
     return by_slot[torch.from_numpy(batch.trains)]
 
 
-def same_gradients(policy: Policy, plain: Any, logprobs: torch.Tensor, exact: torch.Tensor) -> None:
+def same_gradients(policy, plain, logprobs, exact):
     weights = torch.linspace(-1, 1, len(exact))
     for model, values in ((policy, logprobs), (plain, exact)):
         model.zero_grad()
@@ -109,8 +104,8 @@ def same_gradients(policy: Policy, plain: Any, logprobs: torch.Tensor, exact: to
 @pytest.mark.parametrize(("layout", "budget"), [("step", 1), ("step", 4096), ("tree", 4096)])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_steps_with_pictures_have_the_logprobs_and_gradients_of_plain_forwards(
-    kind: str, layout: str, budget: int, seen: Any
-) -> None:
+    kind, layout, budget, seen
+):
     path, album, plain = seen(kind)
     policy = load_policy(path, logprob_chunk_tokens=64, trees=layout == "tree")
     batch = batch_of(album, [(prompt, [response]) for prompt, response in STEPS])
@@ -128,8 +123,8 @@ def test_steps_with_pictures_have_the_logprobs_and_gradients_of_plain_forwards(
 @pytest.mark.parametrize("budget", [1, 4096])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_merged_rows_with_pictures_have_the_logprobs_and_gradients_of_plain_forwards(
-    kind: str, budget: int, seen: Any
-) -> None:
+    kind, budget, seen
+):
     path, album, plain = seen(kind)
     policy = load_policy(path, logprob_chunk_tokens=64)
     batch = batch_of(album, MERGED)
@@ -149,9 +144,7 @@ def test_merged_rows_with_pictures_have_the_logprobs_and_gradients_of_plain_forw
 @pytest.mark.filterwarnings("default")  # the compiler's
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl"])
-def test_compiled_layers_see_the_same_pictures(
-    kind: str, *, recomputes: bool, seen: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_layers_see_the_same_pictures(kind, *, recomputes, seen, monkeypatch):
     usual = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **how: usual(f, **how, backend="aot_eager"))
     torch._dynamo.reset()
@@ -167,14 +160,12 @@ def test_compiled_layers_see_the_same_pictures(
 
 
 @pytest.mark.parametrize(("layout", "budget"), [("step", 1), ("step", 4096), ("tree", 4096)])
-def test_each_distinct_picture_of_a_micro_batch_is_encoded_once(
-    layout: str, budget: int, seen: Any
-) -> None:
+def test_each_distinct_picture_of_a_micro_batch_is_encoded_once(layout, budget, seen):
     path, album, _ = seen("gemma3")
     policy = load_policy(path, logprob_chunk_tokens=64)
     batch = batch_of(album, [(prompt, [response]) for prompt, response in STEPS])
     encoded = list[int]()
-    tower: Any = policy.model.base_model.vision_tower
+    tower = policy.model.base_model.vision_tower
     tower.register_forward_hook(
         lambda _, __, kwargs, ___: encoded.append(len(kwargs["pixel_values"])), with_kwargs=True
     )
@@ -186,7 +177,7 @@ def test_each_distinct_picture_of_a_micro_batch_is_encoded_once(
     assert sorted(distinct) == ([3] if budget > 1 else [0, 1, 1, 1, 1, 2, 2])
 
 
-def test_a_batch_without_pictures_is_forwarded_as_text(seen: Any) -> None:
+def test_a_batch_without_pictures_is_forwarded_as_text(seen):
     _, album, _ = seen("gemma3")
     batch = batch_of(album, [([[1, 2, 3]], [[4, 5]])])
     assert batch.pictures is None
@@ -195,7 +186,7 @@ def test_a_batch_without_pictures_is_forwarded_as_text(seen: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_only_the_text_part_trains_and_gets_adapters(kind: str, seen: Any) -> None:
+def test_only_the_text_part_trains_and_gets_adapters(kind, seen):
     path, album, _ = seen(kind)
     text = load_policy(path, logprob_chunk_tokens=64)
     adapted = load_policy(path, logprob_chunk_tokens=64)
@@ -211,7 +202,7 @@ def test_only_the_text_part_trains_and_gets_adapters(kind: str, seen: Any) -> No
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_the_encoder_is_all_that_pictures_pass_before_the_text_part(kind: str, seen: Any) -> None:
+def test_the_encoder_is_all_that_pictures_pass_before_the_text_part(kind, seen):
     _, album, model = seen(kind)
     before = [name for name, _ in model.named_parameters()]
     with without_encoder(model) as parts:
@@ -226,7 +217,7 @@ def test_the_encoder_is_all_that_pictures_pass_before_the_text_part(kind: str, s
     assert [name for name, _ in model.named_parameters()] == before
 
 
-def test_a_model_of_text_has_no_encoder_to_take_out() -> None:
+def test_a_model_of_text_has_no_encoder_to_take_out():
     model = tiny_policy().model
     with without_encoder(model) as parts:
         assert parts == []
@@ -234,9 +225,7 @@ def test_a_model_of_text_has_no_encoder_to_take_out() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_a_saved_policy_loads_as_a_model_that_sees_the_same(
-    kind: str, seen: Any, tmp_path: Path
-) -> None:
+def test_a_saved_policy_loads_as_a_model_that_sees_the_same(kind, seen, tmp_path):
     path, album, _ = seen(kind)
     policy = load_policy(path, logprob_chunk_tokens=64)
     with torch.no_grad():
@@ -254,7 +243,7 @@ def test_a_saved_policy_loads_as_a_model_that_sees_the_same(
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_models_that_see_pictures_pass_the_check_with_a_picture(kind: str, seen: Any) -> None:
+def test_models_that_see_pictures_pass_the_check_with_a_picture(kind, seen):
     path, album, _ = seen(kind)
     policy = load_policy(path, logprob_chunk_tokens=64, trees=True)
     check_pictures(policy, path, album.inputs["wide"], trees=True)
@@ -270,8 +259,8 @@ def test_models_that_see_pictures_pass_the_check_with_a_picture(kind: str, seen:
     ],
 )
 def test_the_check_with_a_picture_detects_wrong_attention_positions_and_features(
-    kind: str, name: str, value: Any, seen: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    kind, name, value, seen, monkeypatch
+):
     path, album, _ = seen(kind)
     policy = load_policy(path, logprob_chunk_tokens=64)
     monkeypatch.setattr(pictures, name, value)
@@ -279,13 +268,13 @@ def test_the_check_with_a_picture_detects_wrong_attention_positions_and_features
         check_pictures(policy, path, album.inputs["wide"])
 
 
-def pictures_flipped(outputs: Any, shown: Pictures) -> torch.Tensor:
-    features: torch.Tensor = pictures._flat(outputs)[shown.feature]
+def pictures_flipped(outputs, shown):
+    features = pictures._flat(outputs)[shown.feature]
     return features.flip(0)
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
-def test_positions_of_each_row_are_those_of_the_model(kind: str, seen: Any) -> None:
+def test_positions_of_each_row_are_those_of_the_model(kind, seen):
     _, album, plain = seen(kind)
     batch = batch_of(album, [(prompt, [response]) for prompt, response in STEPS[:5]])
     (forest,) = forests_of(batch, "tree", 4096)

@@ -1,7 +1,5 @@
 import io
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +20,6 @@ from tests.helpers.examples import examples
 from tests.helpers.trainer_helpers import (
     VOCAB,
     Layerless,
-    Row,
     forests_of,
     make_batch,
     plain_logprobs,
@@ -32,7 +29,6 @@ from tests.helpers.trainer_helpers import (
     tiny_policy,
 )
 from tests.trainer.models.test_attention import tiny
-from trainer.batches.forest import Forest
 from trainer.models.critic import load_critic
 from trainer.models.policy import Policy, load_policy, row_limit
 from trainer.models.self_check import check_policy
@@ -40,9 +36,7 @@ from trainer.models.self_check import check_policy
 POLICY = tiny_policy()
 
 
-def packed_logprobs(
-    policy: Policy, rows: list[Row], budget: int = 4096, temperatures: list[float] | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def packed_logprobs(policy, rows, budget=4096, temperatures=None):
     batch = make_batch(rows, temperatures=temperatures)
     logprobs, entropy = torch.zeros(len(batch.trains)), torch.zeros(len(batch.trains))
     for forest in forests_of(batch, budget, targets=batch.trains | True):
@@ -54,29 +48,13 @@ def packed_logprobs(
 @settings(max_examples=examples(30), deadline=None)
 @given(row_lists(), st.sampled_from([12, 24, 4096]))
 @torch.no_grad()
-def test_packed_rows_do_not_leak_into_each_other(rows: list[Row], budget: int) -> None:
+def test_packed_rows_do_not_leak_into_each_other(rows, budget):
     found, _ = packed_logprobs(POLICY, rows, budget)
     torch.testing.assert_close(found, plain_logprobs(POLICY.model, rows), rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
-def test_a_tree_equals_its_branches_forwarded_alone() -> None:
-    # prompt 3 4, then either 5 6 or 7 8
-    forest = Forest(
-        token_ids=torch.tensor([3, 4, 5, 7]),
-        position_ids=torch.tensor([0, 1, 2, 2]),
-        subtree_end=torch.tensor([4, 4, 3, 4]),
-        target_parent=torch.tensor([1, 2, 1, 3]),
-        target_token=torch.tensor([5, 6, 7, 8]),
-        target_slot=torch.tensor([0, 1, 2, 3]),
-    )
-    found, _ = POLICY(forest, torch.ones(4))
-    rows = [([3, 4], [5, 6], [True] * 2), ([3, 4], [7, 8], [True] * 2)]
-    torch.testing.assert_close(found, plain_logprobs(POLICY.model, rows), rtol=1e-4, atol=1e-4)
-
-
-@torch.no_grad()
-def test_logits_are_divided_by_each_rows_temperature() -> None:
+def test_logits_are_divided_by_each_rows_temperature():
     rows = [([1, 2], [3, 4], [True] * 2), ([5], [6], [True])]
     found, entropy = packed_logprobs(POLICY, rows, temperatures=[0.5, 2.0])
     expected = plain_logprobs(POLICY.model, rows, [0.5, 2.0])
@@ -86,34 +64,13 @@ def test_logits_are_divided_by_each_rows_temperature() -> None:
     torch.testing.assert_close(entropy[2], expected_entropy)
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 3])
-def test_chunk_size_changes_neither_values_nor_gradients(chunk: int) -> None:
-    rows = [([1, 2], [3, 4, 5], [True] * 3), ([6], [7, 8], [True] * 2)]
-    whole, parts = tiny_policy(), tiny_policy(chunk=chunk)
-    for policy in (whole, parts):
-        packed_logprobs(policy, rows)[0].sum().backward()
-    for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad)
-    torch.testing.assert_close(packed_logprobs(whole, rows), packed_logprobs(parts, rows))
-
-
-def test_logits_of_all_targets_never_exist_at_once() -> None:
+def test_logits_of_all_targets_never_exist_at_once():
     policy, largest = tiny_policy(chunk=2), []
     policy.model.lm_head.register_forward_hook(lambda _m, _i, out: largest.append(len(out)))
     rows = [([1, 2], [3, 4, 5, 6, 7], [True] * 5)]
     packed_logprobs(policy, rows)[0].sum().backward()
     assert max(largest) == 2
     assert sum(largest) == 2 * 5 - 1  # all but the last chunk are recomputed for the gradient
-
-
-def test_recomputed_layers_give_the_same_gradient_without_dropout() -> None:
-    rows = [([1, 2], [3, 4, 5], [True] * 3)]
-    plain, recomputing = tiny_policy(), tiny_policy(attention_dropout=0.5)
-    recomputing.checkpoint_layers()
-    for policy in (plain, recomputing):
-        packed_logprobs(policy, rows)[0].sum().backward()
-    for a, b in zip(plain.parameters(), recomputing.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad)
 
 
 @pytest.mark.parametrize(
@@ -125,16 +82,14 @@ def test_recomputed_layers_give_the_same_gradient_without_dropout() -> None:
         ("falcon", {"hidden_dropout": 0.5, "parallel_attn": False}, "self_attention"),
     ],
 )
-def test_recomputed_layers_run_twice_and_drop_nothing_out(
-    kind: str, dropouts: dict[str, Any], inner: str
-) -> None:
+def test_recomputed_layers_run_twice_and_drop_nothing_out(kind, dropouts, inner):
     rows = [([1, 2], [3, 4, 5], [True] * 3)]
     plain, recomputing = (
         Policy(tiny(kind, num_key_value_heads=4, **dropouts), logprob_chunk_tokens=8)
         for _ in range(2)
     )
     recomputing.checkpoint_layers()
-    calls: list[str] = []
+    calls = []
     for name, module in recomputing.named_modules():
         if name.endswith(f"0.{inner}"):
             module.register_forward_hook(lambda *_, name=name: calls.append(name))
@@ -146,14 +101,14 @@ def test_recomputed_layers_run_twice_and_drop_nothing_out(
         torch.testing.assert_close(a.grad, b.grad)
 
 
-def test_layers_that_cannot_be_recomputed_are_refused() -> None:
+def test_layers_that_cannot_be_recomputed_are_refused():
     policy = tiny_policy()
     policy.model = Layerless()
     with pytest.raises(RolloutError, match=r"cannot recompute.*\[gradient_checkpointing\]"):
         policy.checkpoint_layers()
 
 
-def test_tied_embeddings_collect_both_gradients() -> None:
+def test_tied_embeddings_collect_both_gradients():
     policy = tiny_policy(tie_word_embeddings=True)
     rows = [([1, 2], [3, 4], [True] * 2)]
     packed_logprobs(policy, rows)[0].sum().backward()
@@ -165,7 +120,7 @@ def test_tied_embeddings_collect_both_gradients() -> None:
 
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "cohere", "granite"])
-def test_heads_that_scale_or_cap_logits_are_reproduced(kind: str) -> None:
+def test_heads_that_scale_or_cap_logits_are_reproduced(kind):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     special = {
@@ -183,18 +138,17 @@ def test_heads_that_scale_or_cap_logits_are_reproduced(kind: str) -> None:
     check_policy(Policy(model, logprob_chunk_tokens=8), kind)
 
 
-def test_a_head_that_is_not_reproduced_is_refused() -> None:
+def test_a_head_that_is_not_reproduced_is_refused():
     model = tiny_llama()
     policy = Policy(model, logprob_chunk_tokens=8)
     policy.logit_scale = 2.0
     with pytest.raises(
-        RolloutError,
-        match=r"tiny: log-probabilities of a single row differ by.*\[model_layers\]",
+        RolloutError, match=r"tiny: log-probabilities of a single row differ by.*\[model_layers\]"
     ):
         check_policy(policy, "tiny")
 
 
-def test_recurrent_layers_are_refused(tmp_path: Path) -> None:
+def test_recurrent_layers_are_refused(tmp_path):
     config = MambaConfig(
         vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, state_size=4, use_mambapy=False
     )
@@ -203,7 +157,7 @@ def test_recurrent_layers_are_refused(tmp_path: Path) -> None:
         load_policy(str(tmp_path), logprob_chunk_tokens=8)
 
 
-def test_layer_types_other_than_attention_are_named(tmp_path: Path) -> None:
+def test_layer_types_other_than_attention_are_named(tmp_path):
     from transformers import Qwen3NextConfig
 
     Qwen3NextConfig(num_hidden_layers=4, hidden_size=16).save_pretrained(tmp_path)
@@ -218,20 +172,18 @@ def test_layer_types_other_than_attention_are_named(tmp_path: Path) -> None:
         ({"sliding_window": None}, 64, "max_position_embeddings"),
     ],
 )
-def test_row_limit_is_the_context(
-    settings_: dict[str, int | None], limit: int, reason: str
-) -> None:
+def test_row_limit_is_the_context(settings_, limit, reason):
     config = MistralConfig(**({"max_position_embeddings": 64} | settings_))
     found = row_limit(config)
     assert found.num_tokens == limit
     assert reason in found.reason
 
 
-def test_rows_of_a_model_without_a_context_are_not_limited() -> None:
+def test_rows_of_a_model_without_a_context_are_not_limited():
     assert row_limit(BloomConfig()).num_tokens == 2**31 - 1
 
 
-def test_learned_positions_work_too() -> None:
+def test_learned_positions_work_too():
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=VOCAB, n_positions=16, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3,
@@ -240,16 +192,11 @@ def test_learned_positions_work_too() -> None:
     check_policy(Policy(GPT2LMHeadModel(config), logprob_chunk_tokens=4), "gpt2")
 
 
-def test_directory_without_a_model_is_a_clean_error(tmp_path: Path) -> None:
-    with pytest.raises(RolloutError, match=r"config\.json is missing"):
-        load_policy(str(tmp_path), logprob_chunk_tokens=8)
-
-
 @pytest.mark.parametrize(
     ("path", "name"),
     [("acme/tiny-llama", "acme/tiny-llama"), ("/no/such/model", "ORG/NAME"), ("tiny", "ORG/NAME")],
 )
-def test_name_of_a_hub_model_hints_at_downloading_it(path: str, name: str) -> None:
+def test_name_of_a_hub_model_hints_at_downloading_it(path, name):
     with pytest.raises(
         RolloutError, match=rf"{path}: .*does not exist.*\[model_directory\]"
     ) as error:
@@ -258,7 +205,7 @@ def test_name_of_a_hub_model_hints_at_downloading_it(path: str, name: str) -> No
     assert error.value.hint == expected
 
 
-def test_missing_weights_are_not_made_up(tmp_path: Path) -> None:
+def test_missing_weights_are_not_made_up(tmp_path):
     save_tiny_model(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     del weights["model.norm.weight"]
@@ -278,9 +225,7 @@ def test_missing_weights_are_not_made_up(tmp_path: Path) -> None:
         ({"intermediate_size": 40}, ".*RuntimeError|weights do not have the shape"),
     ],
 )
-def test_weights_that_the_configuration_does_not_describe_are_refused(
-    change: dict[str, int], got: str, tmp_path: Path
-) -> None:
+def test_weights_that_the_configuration_does_not_describe_are_refused(change, got, tmp_path):
     save_tiny_model(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | change))
@@ -288,9 +233,7 @@ def test_weights_that_the_configuration_does_not_describe_are_refused(
         load_policy(str(tmp_path), logprob_chunk_tokens=8)
 
 
-def test_code_of_a_model_directory_is_neither_run_nor_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_code_of_a_model_directory_is_neither_run_nor_asked_for(tmp_path, monkeypatch, capsys):
     model = tmp_path / "model"
     model.mkdir()
     (model / "ran.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Config: pass\n")
@@ -312,16 +255,9 @@ def test_code_of_a_model_directory_is_neither_run_nor_asked_for(
 @pytest.mark.parametrize(
     "damage", [b"", b"no weights", b"\x80\x02(\x00\x00", b"PK\x03\x04" + b"a" * 99]
 )
-def test_damaged_pickles_are_a_clean_error(damage: bytes, tmp_path: Path) -> None:
+def test_damaged_pickles_are_a_clean_error(damage, tmp_path):
     save_tiny_model(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "pytorch_model.bin").write_bytes(damage)
     with pytest.raises(RolloutError, match=r"cannot be loaded as a causal LM.*\[model_load\]"):
-        load_policy(str(tmp_path), logprob_chunk_tokens=8)
-
-
-def test_damaged_weights_are_a_clean_error(tmp_path: Path) -> None:
-    save_tiny_model(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"no weights")
-    with pytest.raises(RolloutError, match="model_load"):
         load_policy(str(tmp_path), logprob_chunk_tokens=8)

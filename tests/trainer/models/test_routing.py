@@ -1,16 +1,12 @@
 """Router replay: recorded experts, with the weights and gradients of the router as it is now."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from types import MethodType
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.functional import linear, sigmoid
 
 from tests.helpers.configs import train_config
@@ -24,17 +20,9 @@ from tests.helpers.routing_helpers import (
     routes_of,
     tiny_moe,
 )
-from tests.helpers.trainer_helpers import (
-    Row,
-    gradients,
-    make_batch,
-    relative_difference,
-    run_of,
-)
+from tests.helpers.trainer_helpers import gradients, make_batch, relative_difference, run_of
 from tests.trainer.algorithms.test_advantages_critic import run_of_critic
-from trainer.batch import Batch
 from trainer.batches.micro_batches import cut_batch
-from trainer.batches.recorded_routes import Routes
 from trainer.loss import critic_values, policy_logprobs
 from trainer.models.critic import Critic
 from trainer.models.policy import Policy
@@ -43,7 +31,7 @@ PACKING = train_config(dataset="d", model="m", out="o").batch
 EVERY = pytest.mark.parametrize("family", FAMILIES)
 
 
-def rows_of(*lengths: int, seed: int = 1) -> list[Row]:
+def rows_of(*lengths, seed=1):
     """Rows of three prompt tokens and the given response lengths."""
     rng = np.random.default_rng(seed)
     return [
@@ -52,17 +40,17 @@ def rows_of(*lengths: int, seed: int = 1) -> list[Row]:
     ]
 
 
-def with_routes(rows: list[Row], routes: Routes | None, **values: Any) -> Batch:
+def with_routes(rows, routes, **values):
     return dataclasses.replace(make_batch(rows, **values), routes=routes)
 
 
-def logprobs_of(policy: Policy, batch: Batch) -> Tensor:
+def logprobs_of(policy, batch):
     (mini_batch,) = cut_batch(batch, PACKING)
     (forest,) = mini_batch.forests
     return policy(forest, batch.temperature[forest.target_slot])[0]
 
 
-def perturbed(model: Any) -> Any:
+def perturbed(model):
     """A copy whose routers choose other experts for many tokens."""
     other = copy.deepcopy(model)
     for router in routers(other).values():
@@ -71,7 +59,7 @@ def perturbed(model: Any) -> Any:
 
 
 @EVERY
-def test_routes_of_a_models_own_forward_reproduce_its_logprobs(family: str) -> None:
+def test_routes_of_a_models_own_forward_reproduce_its_logprobs(family):
     model, rows = tiny_moe(family).double(), rows_of(9, 4, 13)
     model.set_experts_implementation("eager")  # grouped_mm knows no float64
     routes = own_routes(model, rows)
@@ -85,7 +73,7 @@ def test_routes_of_a_models_own_forward_reproduce_its_logprobs(family: str) -> N
 
 
 @EVERY
-def test_routes_of_a_perturbed_copy_are_taken_layer_by_layer(family: str) -> None:
+def test_routes_of_a_perturbed_copy_are_taken_layer_by_layer(family):
     model, rows = tiny_moe(family), rows_of(9, 4, 13)
     routes, policy = own_routes(perturbed(model), rows), Policy(model, logprob_chunk_tokens=8)
     expected = torch.from_numpy(routes.tokens.values).view(-1, 3, TOPK).long()
@@ -98,7 +86,7 @@ def test_routes_of_a_perturbed_copy_are_taken_layer_by_layer(family: str) -> Non
         assert (experts.sort().values != free[layer].sort().values).any()
 
 
-def plain_block(block: Any, hidden: Tensor, *, routes: Tensor) -> Tensor:
+def plain_block(block, hidden, *, routes):
     """A mixture of experts as its paper has it, for token after token and expert after expert."""
     gate, kind = block.gate, type(block.gate).__name__
     outputs = []
@@ -122,7 +110,7 @@ def plain_block(block: Any, hidden: Tensor, *, routes: Tensor) -> Tensor:
     return torch.stack(outputs)[None]
 
 
-def plain_gradient(model: Any, rows: list[Row], routes: list[Tensor]) -> Tensor:
+def plain_gradient(model, rows, routes):
     """Of the sum of the log-probabilities of all responses: a row at a time, blocks as loops."""
     model = copy.deepcopy(model)
     model.set_attn_implementation("eager")
@@ -130,7 +118,7 @@ def plain_gradient(model: Any, rows: list[Row], routes: list[Tensor]) -> Tensor:
         for number in routers(model):
             block = model.model.layers[number].mlp
 
-            def forward(self: Any, hidden: Tensor, number: int = number) -> Tensor:
+            def forward(self, hidden, number=number):
                 return plain_block(self, hidden, routes=route[:, number])  # noqa: B023
 
             block.forward = MethodType(forward, block)
@@ -138,7 +126,7 @@ def plain_gradient(model: Any, rows: list[Row], routes: list[Tensor]) -> Tensor:
     return gradients(model)
 
 
-def plain_logprobs_in_double(model: Any, row: Row) -> Tensor:
+def plain_logprobs_in_double(model, row):
     prompt, response, _ = row
     logits = model(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
     return logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])
@@ -146,9 +134,7 @@ def plain_logprobs_in_double(model: Any, row: Row) -> Tensor:
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @EVERY
-def test_gradients_are_those_of_plain_loops_over_the_recorded_experts(
-    family: str, *, checkpointing: bool
-) -> None:
+def test_gradients_are_those_of_plain_loops_over_the_recorded_experts(family, *, checkpointing):
     rng, rows, model = np.random.default_rng(0), rows_of(5, 3, 4), tiny_moe(family).double()
     model.set_experts_implementation("eager")  # grouped_mm knows no float64
     routes = [random_routes(rng, len(prompt + response)) for prompt, response, _ in rows]
@@ -165,7 +151,7 @@ def test_gradients_are_those_of_plain_loops_over_the_recorded_experts(
 
 
 @EVERY
-def test_tokens_without_a_route_route_freely(family: str) -> None:
+def test_tokens_without_a_route_route_freely(family):
     model, rows = tiny_moe(family), rows_of(9, 4, 6)
     whole = own_routes(perturbed(model), rows)
     parts = [torch.from_numpy(whole.tokens.row(i)).view(-1, 3, TOPK) for i in range(len(rows))]
@@ -187,7 +173,7 @@ def test_tokens_without_a_route_route_freely(family: str) -> None:
     assert (partly - free)[row != 1].abs().max() > 1e-3
 
 
-def test_old_new_and_reference_passes_take_the_routes_and_the_critic_does_not() -> None:
+def test_old_new_and_reference_passes_take_the_routes_and_the_critic_does_not():
     model, rows = tiny_moe(), rows_of(9, 4)
     routes = own_routes(perturbed(model), rows)
     batch, free = with_routes(rows, routes), with_routes(rows, None)

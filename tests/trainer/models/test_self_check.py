@@ -1,10 +1,6 @@
 """The check of a model at load finds what it is there to find."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +10,7 @@ from schemas.errors import RolloutError
 from tests.helpers.trainer_helpers import forests_of, make_batch, plain_logprobs, tiny_llama
 from tests.trainer.models.test_attention import rows_of, tiny
 from trainer.batches.forest import ChainLayout
-from trainer.models.attention import CHAIN_ATTENTION, ForestMask, mask_of_layers
+from trainer.models.attention import CHAIN_ATTENTION, mask_of_layers
 from trainer.models.policy import Policy
 from trainer.models.self_check import check_policy
 
@@ -26,7 +22,7 @@ WINDOWED = {
 }
 
 
-def checked(policy: Policy) -> str:
+def checked(policy):
     """What the check says, with trees; empty if all is right."""
     try:
         check_policy(policy, "tiny", trees=True)
@@ -36,12 +32,10 @@ def checked(policy: Policy) -> str:
 
 
 @pytest.fixture
-def mistake(
-    monkeypatch: pytest.MonkeyPatch,
-) -> Callable[[Callable[[ForestMask], ForestMask]], None]:
+def mistake(monkeypatch):
     """Makes the masks of layers wrong."""
 
-    def make(wrong: Callable[[ForestMask], ForestMask]) -> None:
+    def make(wrong):
         masks = AttentionMaskInterface()._global_mapping
         monkeypatch.setitem(masks, CHAIN_ATTENTION, lambda **given: wrong(mask_of_layers(**given)))
 
@@ -50,9 +44,7 @@ def mistake(
 
 @pytest.mark.parametrize("kind", WINDOWED)
 @pytest.mark.parametrize("change", [1, -1, 4096])
-def test_a_window_that_is_not_the_models_is_found_though_rows_are_short(
-    kind: str, change: int, mistake: Any
-) -> None:
+def test_a_window_that_is_not_the_models_is_found_though_rows_are_short(kind, change, mistake):
     policy = Policy(tiny(kind, **WINDOWED[kind]), logprob_chunk_tokens=8)
     assert not checked(policy)
     mistake(lambda mask: replace(mask, window=mask.window and mask.window + change))
@@ -61,19 +53,19 @@ def test_a_window_that_is_not_the_models_is_found_though_rows_are_short(
     assert policy.model.config._attn_implementation == CHAIN_ATTENTION
 
 
-def test_a_window_where_the_model_has_none_is_found(mistake: Any) -> None:
+def test_a_window_where_the_model_has_none_is_found(mistake):
     policy = Policy(tiny_llama(), logprob_chunk_tokens=8)
     mistake(lambda mask: replace(mask, window=9))
     assert "log-probabilities of a single row differ" in checked(policy)
 
 
-def test_rows_that_see_those_packed_before_them_are_found(mistake: Any) -> None:
+def test_rows_that_see_those_packed_before_them_are_found(mistake):
     policy = Policy(tiny_llama(), logprob_chunk_tokens=8)
     mistake(lambda mask: replace(mask, chains=ChainLayout(lengths=[sum(mask.chains.lengths)])))
     assert "log-probabilities of packed rows differ" in checked(policy)
 
 
-def test_a_forward_that_depends_on_the_longest_row_beside_is_found() -> None:
+def test_a_forward_that_depends_on_the_longest_row_beside_is_found():
     policy = Policy(tiny_llama(), logprob_chunk_tokens=8)
     rotary = policy.model.model.rotary_emb
     usual = rotary.forward
@@ -96,7 +88,7 @@ LONGROPE = {
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 
 
-def rotary_model(kind: str, rope: dict[str, Any]) -> Any:
+def rotary_model(kind, rope):
     special = {
         "phimoe": {"num_local_experts": 4},
         "phi3": {"original_max_position_embeddings": 32},
@@ -104,7 +96,7 @@ def rotary_model(kind: str, rope: dict[str, Any]) -> Any:
     return tiny(kind, max_position_embeddings=128, rope_parameters=dict(rope), **special)
 
 
-def beside(model: Any, tokens: list[int], position: int) -> torch.Tensor:
+def beside(model, tokens, position):
     """Log-probabilities of a row, by the model itself, in a batch where a row has `position`."""
     n = len(tokens)
     ids = torch.tensor([tokens, tokens])
@@ -124,9 +116,7 @@ def beside(model: Any, tokens: list[int], position: int) -> torch.Tensor:
     ],
 )
 @torch.no_grad()
-def test_frequencies_are_those_of_the_longest_row_whatever_is_packed(
-    kind: str, rope: dict[str, Any], position: int
-) -> None:
+def test_frequencies_are_those_of_the_longest_row_whatever_is_packed(kind, rope, position):
     model, plain = (rotary_model(kind, rope) for _ in range(2))
     plain.set_attn_implementation("eager")
     policy = Policy(model, logprob_chunk_tokens=8)

@@ -1,10 +1,5 @@
 """Parameters without a gradient are frozen, so that several processes train; experts are not."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -13,7 +8,7 @@ from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import tiny_policy
 from trainer.models.critic import Critic
 from trainer.models.lora import add_adapter
-from trainer.models.policy import Policy, freeze_unused, load_policy
+from trainer.models.policy import freeze_unused, load_policy
 from trainer.models.self_check import probe
 
 UNUSED = {
@@ -23,7 +18,7 @@ UNUSED = {
 }
 
 
-def without_gradient(policy: Policy) -> list[str]:
+def without_gradient(policy):
     """The trained parameters that a backward pass leaves out."""
     policy.zero_grad()
     forest = probe(policy.model)
@@ -33,14 +28,14 @@ def without_gradient(policy: Policy) -> list[str]:
 
 
 @pytest.fixture(scope="module", params=UNUSED)
-def loaded(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+def loaded(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     tiny_model(request.param).save_pretrained(folder)
     return request.param, str(folder)
 
 
 @pytest.mark.slow
-def test_what_text_does_not_reach_is_frozen_and_gets_no_adapter(loaded: tuple[str, str]) -> None:
+def test_what_text_does_not_reach_is_frozen_and_gets_no_adapter(loaded):
     kind, path = loaded
     policy = load_policy(path, logprob_chunk_tokens=64)
     frozen = {n for n, p in policy.named_parameters() if not p.requires_grad}
@@ -61,7 +56,7 @@ def test_what_text_does_not_reach_is_frozen_and_gets_no_adapter(loaded: tuple[st
 
 
 @pytest.mark.slow
-def test_adapters_named_by_a_suffix_leave_a_vision_tower_out(tmp_path: Path) -> None:
+def test_adapters_named_by_a_suffix_leave_a_vision_tower_out(tmp_path):
     tiny_model("gemma3").save_pretrained(tmp_path)
     policy = load_policy(str(tmp_path), logprob_chunk_tokens=64)
     config = train_config(
@@ -73,7 +68,7 @@ def test_adapters_named_by_a_suffix_leave_a_vision_tower_out(tmp_path: Path) -> 
     assert not any("vision" in name for name in adapters)
 
 
-def test_all_parameters_of_a_text_model_are_trained() -> None:
+def test_all_parameters_of_a_text_model_are_trained():
     policy = tiny_policy()
     freeze_unused(policy)
     assert all(parameter.requires_grad for parameter in policy.parameters())

@@ -1,11 +1,8 @@
 """Copies and synchronisations of a micro-batch on a device that is not the CPU."""
 
-from __future__ import annotations
-
 import dataclasses
 import types
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -30,11 +27,11 @@ class Transfers(TorchDispatchMode):
     Tensors of the device "meta" have no values; what is copied from them to the CPU is zero.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.found: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, kinds, args=(), kwargs=None):
         given = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
         tensors = [
@@ -58,12 +55,10 @@ class Transfers(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("layout", ["step", "tree"])
-def test_a_micro_batch_needs_at_most_five_copies_and_waits(
-    layout: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_micro_batch_needs_at_most_five_copies_and_waits(layout, monkeypatch):
     """All copies to and from the device count, and all operations that wait for it."""
 
-    def like_query(query: Any, *_: Any, **__: Any) -> Any:
+    def like_query(query, *_, **__):
         return query * 1
 
     monkeypatch.setattr(attention, "runs_varlen", lambda *_: True)

@@ -1,8 +1,6 @@
 """Attention over trees without a mask of tokens x tokens, on every kind of model."""
 
 import copy
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +14,6 @@ from schemas.errors import RolloutError
 from tests.helpers.examples import examples
 from tests.helpers.trainer_helpers import (
     VOCAB,
-    Row,
     gradients,
     make_batch,
     plain_logprobs,
@@ -24,16 +21,16 @@ from tests.helpers.trainer_helpers import (
     save_tiny_model,
     tiny_policy,
 )
-from tests.helpers.tree_helpers import TrajectoryIds, batch_of, families, mini_batch_of
+from tests.helpers.tree_helpers import batch_of, families, mini_batch_of
 from tests.trainer.models.test_attention import KINDS, tiny
-from trainer.batches.forest import Forest, attention_mask
+from trainer.batches.forest import attention_mask
 from trainer.models import tree_attention
 from trainer.models.flex_tree import BLOCK, block_mask, padded_size
 from trainer.models.policy import Policy, load_policy
 from trainer.models.self_check import check_policy
 from trainer.models.tree_attention import Piece, pieces
 
-MORE_KINDS: dict[str, dict[str, Any]] = {
+MORE_KINDS = {
     "gemma": {"head_dim": 8},
     "qwen3_moe": {
         "head_dim": 8,
@@ -44,7 +41,7 @@ MORE_KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def forking_rows() -> list[Row]:
+def forking_rows():
     """Prompts longer than the windows of the models, and forks before, in and after responses."""
     tokens = np.random.default_rng(0).integers(0, VOCAB, 60).tolist()
     first = tokens[:9]
@@ -57,13 +54,13 @@ def forking_rows() -> list[Row]:
     ]
 
 
-def only_forest(rows: list[Row]) -> Forest:
+def only_forest(rows):
     batch = make_batch(rows, trajectories=[("a", "a_0")] * len(rows))
     (forest,) = mini_batch_of(batch).forests
     return forest
 
 
-def tree_of(forest: Forest) -> torch.Tensor:
+def tree_of(forest):
     return torch.stack([forest.position_ids, forest.subtree_end])[None, None]
 
 
@@ -71,9 +68,7 @@ def tree_of(forest: Forest) -> torch.Tensor:
     ("kind", "recomputes"),
     [*((k, False) for k in [*KINDS, *MORE_KINDS]), ("llama", True), ("mistral", True)],
 )
-def test_a_tree_gives_what_an_eager_forward_of_each_row_gives(
-    kind: str, *, recomputes: bool
-) -> None:
+def test_a_tree_gives_what_an_eager_forward_of_each_row_gives(kind, *, recomputes):
     model, rows = tiny(kind, **MORE_KINDS.get(kind, {})), forking_rows()
     plain = copy.deepcopy(model)
     plain.set_attn_implementation("eager")
@@ -92,7 +87,7 @@ def test_a_tree_gives_what_an_eager_forward_of_each_row_gives(
     assert relative_difference(gradients(policy), gradients(plain)) < 1e-4
 
 
-def test_documented_pieces() -> None:
+def test_documented_pieces():
     assert pieces(torch.tensor([[[[0, 1, 1], [3, 2, 3]]]])) == [
         Piece(size=1, depth=0, above=None),
         Piece(size=1, depth=1, above=0),
@@ -100,13 +95,13 @@ def test_documented_pieces() -> None:
     ]
 
 
-def dense(forest: Forest, window: int | None, reach: torch.Tensor | None = None) -> torch.Tensor:
+def dense(forest, window, reach=None):
     mask = attention_mask(forest.subtree_end, reach)
     depth = forest.position_ids
     return mask if window is None else mask & (depth[:, None] - depth < window)
 
 
-def mutual(forest: Forest, seed: int) -> torch.Tensor:
+def mutual(forest, seed):
     """Ends of ranges of 1 to 300 tokens that see each other, none of which has a fork inside."""
     rng, ends = np.random.default_rng(seed), list[int]()
     for piece in pieces(tree_of(forest)):
@@ -117,7 +112,7 @@ def mutual(forest: Forest, seed: int) -> torch.Tensor:
     return torch.tensor(ends)
 
 
-def inputs_of(num_tokens: int) -> list[torch.Tensor]:
+def inputs_of(num_tokens):
     generator = torch.Generator().manual_seed(num_tokens)
     shapes = [(1, 4, num_tokens, 16), *[(1, 2, num_tokens, 16)] * 2]
     return [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
@@ -130,9 +125,7 @@ def inputs_of(num_tokens: int) -> list[torch.Tensor]:
     st.sampled_from([1, 2, 1024]),
     st.sampled_from([None, 0, 1]),
 )
-def test_pieces_attend_as_a_dense_mask_says(
-    family: tuple[list[Row], TrajectoryIds], window: int | None, queries: int, pictures: int | None
-) -> None:
+def test_pieces_attend_as_a_dense_mask_says(family, window, queries, pictures):
     (forest,) = mini_batch_of(batch_of(family)).forests
     inputs, tree = inputs_of(forest.num_tokens), tree_of(forest)
     reach = None if pictures is None else mutual(forest, pictures)
@@ -143,7 +136,7 @@ def test_pieces_attend_as_a_dense_mask_says(
         found = tree_attention.tree_attention(*inputs, tree, window, scaling=0.3)
     finally:
         tree_attention.QUERIES = before
-    settings: dict[str, Any] = {"scale": 0.3, "enable_gqa": True}
+    settings = {"scale": 0.3, "enable_gqa": True}
     mask = dense(forest, window, reach)
     expected = scaled_dot_product_attention(*inputs, attn_mask=mask, **settings).transpose(1, 2)
     torch.testing.assert_close(found, expected)
@@ -152,11 +145,11 @@ def test_pieces_attend_as_a_dense_mask_says(
     torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-5)
 
 
-def large_forest(seed: int) -> Forest:
+def large_forest(seed):
     """Several blocks of FlexAttention's: a long way with forks anywhere, and a second tree."""
     rng = np.random.default_rng(seed)
     way = rng.integers(0, VOCAB, 400).tolist()
-    rows: list[Row] = []
+    rows = []
     for size in rng.integers(2, 200, 8).tolist():
         response = rng.integers(0, VOCAB, size).tolist()
         rows.append((way[: int(rng.integers(150, len(way)))], response, [True] * size))
@@ -169,8 +162,8 @@ def large_forest(seed: int) -> Forest:
 @pytest.mark.parametrize("shows_pictures", [False, True])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_the_block_mask_of_flex_attention_says_what_the_dense_mask_says(
-    window: int | None, seed: int, *, shows_pictures: bool
-) -> None:
+    window, seed, *, shows_pictures
+):
     forest = large_forest(seed)
     tree, reach = tree_of(forest), mutual(forest, seed) if shows_pictures else None
     if reach is not None:
@@ -194,9 +187,7 @@ def test_the_block_mask_of_flex_attention_says_what_the_dense_mask_says(
     torch.testing.assert_close(found, other, rtol=1e-4, atol=1e-5)
 
 
-def test_a_model_that_goes_by_other_positions_packs_chains_and_is_refused_trees(
-    tmp_path: Path,
-) -> None:
+def test_a_model_that_goes_by_other_positions_packs_chains_and_is_refused_trees(tmp_path):
     policy = tiny_policy()
     forward = policy.model.base_model.forward
     policy.model.base_model.forward = lambda position_ids, **given: forward(**given)  # noqa: ARG005

@@ -4,14 +4,8 @@ A CPU has no FlashAttention, so the tests give PyTorch an implementation of its 
 the package does on a GPU. It computes attention over packed rows, right or with one mistake.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import Library
 from torch.nn import attention as switches
@@ -26,29 +20,19 @@ LONG = torch.tensor([0, 5000])
 class Flash:
     """Both operations of FlashAttention in float32, with PyTorch's signatures."""
 
-    def __init__(self, mistake: str = "") -> None:
+    def __init__(self, mistake=""):
         self.mistake = mistake
         self.num_calls = 0
         self.library = Library("aten", "IMPL")
         self.library.impl("_flash_attention_forward", self.forward, "CPU")
         self.library.impl("_flash_attention_backward", self.backward, "CPU")
 
-    def remove(self) -> None:
+    def remove(self):
         self.library._destroy()
 
     def parts(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        ends: Tensor,
-        *,
-        is_causal: bool,
-        scale: float | None,
-        window_size_left: int,
-        window_size_right: int,
-        **_: Any,
-    ) -> Any:
+        self, query, key, value, ends, *, is_causal, scale, window_size_left, window_size_right, **_
+    ):
         """Scores [heads, N, N], their scale, and query, key and value as [heads, N, size]."""
         assert ends.dtype == torch.int32
         assert query.dtype == key.dtype == value.dtype == torch.bfloat16
@@ -70,18 +54,8 @@ class Flash:
         return scores, scale, *states
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        ends: Tensor,
-        ends_of_keys: Tensor,
-        longest: int,
-        longest_keys: int,
-        dropout: float,
-        *flags: bool,
-        **how: Any,
-    ) -> tuple[Tensor, ...]:
+        self, query, key, value, ends, ends_of_keys, longest, longest_keys, dropout, *flags, **how
+    ):
         self.num_calls += 1
         is_causal, returns_mask = flags
         assert longest == longest_keys == ends.diff().max()
@@ -97,9 +71,7 @@ class Flash:
         nothing = torch.zeros(2, dtype=torch.uint64)
         return output, scores.logsumexp(-1), nothing, nothing[0].clone(), output.new_empty(0)
 
-    def backward(
-        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **how: Any
-    ) -> tuple[Tensor, ...]:
+    def backward(self, gradient, query, key, value, *rest, **how):
         _output, _logsumexp, ends, _, _, _, _dropout, is_causal, *_ = rest
         scores, scale, *states = self.parts(query, key, value, ends, is_causal=is_causal, **how)
         queries, keys, values = states
@@ -117,17 +89,17 @@ class Flash:
 
 
 @pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Flash]]]:
+def install(monkeypatch):
     """Makes the CPU a Hopper GPU with this FlashAttention 3."""
     if varlen.VARLEN_ATTN is None:
         pytest.skip("this torch has no varlen_attn with windows")
     monkeypatch.setattr(varlen, "_is_hopper", lambda _: True)
     varlen.flash_attention_3.cache_clear()
 
-    def with_flash(mistake: str = "") -> list[Flash]:
-        installed: list[Flash] = []
+    def with_flash(mistake=""):
+        installed = []
 
-        def register() -> Flash:
+        def register():
             installed.append(Flash(mistake))
             return installed[-1]
 
@@ -141,9 +113,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Flas
     varlen.flash_attention_3.cache_clear()
 
 
-def test_flash_attention_3_runs_rows_of_all_lengths_if_it_computes_what_sdpa_computes(
-    install: Any,
-) -> None:
+def test_flash_attention_3_runs_rows_of_all_lengths_if_it_computes_what_sdpa_computes(install):
     assert not install()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), FakeTensorMode():
         assert varlen.flash_attention_3(CPU) == ""
@@ -156,7 +126,7 @@ def test_flash_attention_3_runs_rows_of_all_lengths_if_it_computes_what_sdpa_com
     "mistake",
     ["rows see each other", "no window", "no scale", "not a number", "no gradient of keys"],
 )
-def test_a_kernel_that_computes_something_else_is_not_used(mistake: str, install: Any) -> None:
+def test_a_kernel_that_computes_something_else_is_not_used(mistake, install):
     installed = install(mistake)
     reason = varlen.flash_attention_3(CPU)
     assert reason.startswith("FlashAttention 3 differs from SDPA by ")
@@ -166,7 +136,7 @@ def test_a_kernel_that_computes_something_else_is_not_used(mistake: str, install
     assert varlen.prefers_one_kernel(LONG // 3, 5000 // 3)
 
 
-def test_a_kernel_that_raises_is_not_used(install: Any) -> None:
+def test_a_kernel_that_raises_is_not_used(install):
     install("raises")
     reason = "FlashAttention 3 does not run: RuntimeError: no kernel image is available"
     assert varlen.flash_attention_3(CPU) == reason
@@ -174,9 +144,7 @@ def test_a_kernel_that_raises_is_not_used(install: Any) -> None:
 
 
 @pytest.mark.usefixtures("install")
-def test_without_the_package_rows_use_flash_attention_2_and_the_reason_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_the_package_rows_use_flash_attention_2_and_the_reason_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     path = varlen.packed_attention(torch.device("cuda"), "bfloat16")
     assert path.startswith("FlashAttention 2 (varlen_attn), or SDPA for rows of 2,048 tokens")
@@ -185,9 +153,7 @@ def test_without_the_package_rows_use_flash_attention_2_and_the_reason_is_named(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 8])
-def test_packed_rows_by_flash_attention_3_are_as_exact_as_padded_ones(
-    window: int | None, install: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_rows_by_flash_attention_3_are_as_exact_as_padded_ones(window, install, monkeypatch):
     installed = install()
     assert varlen.flash_attention_3(CPU) == ""
     before = installed[0].num_calls

@@ -3,7 +3,6 @@
 import dataclasses
 import shutil
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 import pyarrow as pa
@@ -22,15 +21,15 @@ from trainer.reports.dataset_plot import LAYOUTS, Picture, dataset_figure, group
 
 
 @pytest.fixture(scope="module")
-def shop(shop_dataset: Path) -> Picture:
+def shop(shop_dataset):
     return Picture.of(str(shop_dataset), "shop", Workers())
 
 
-def heights(axis: Any) -> list[float]:
+def heights(axis):
     return [patch.get_height() for patch in axis.patches]
 
 
-def binned(axis: Any, lengths: pl.Series) -> list[int]:
+def binned(axis, lengths):
     """Count the lengths in the bins that a histogram drew."""
     return [
         int(((lengths >= bar.get_x()) & (lengths < bar.get_x() + bar.get_width())).sum())
@@ -38,7 +37,7 @@ def binned(axis: Any, lengths: pl.Series) -> list[int]:
     ]
 
 
-def rewrite(source: Path, out: Path, *columns: pl.Expr) -> str:
+def rewrite(source, out, *columns):
     """Write a dataset anew with other values of some columns."""
     frame = rollout_io.scan(source).with_columns(*columns).collect()
     with rollout_io.RolloutWriter(out) as writer:
@@ -47,7 +46,7 @@ def rewrite(source: Path, out: Path, *columns: pl.Expr) -> str:
 
 
 @pytest.mark.slow
-def test_histograms_count_the_rows_of_the_table(shop: Picture, shop_dataset: Path) -> None:
+def test_histograms_count_the_rows_of_the_table(shop, shop_dataset):
     prompts, responses, rows = dataset_figure([shop]).axes[:3]
     frame = rollout_io.scan(shop_dataset).select("prompt_token_ids", "response_ids").collect()
     prompt, response = (frame[name].list.len() for name in frame.columns)
@@ -57,7 +56,7 @@ def test_histograms_count_the_rows_of_the_table(shop: Picture, shop_dataset: Pat
         assert axis.get_xlabel() == "tokens"
 
 
-def test_the_cut_off_of_training_is_marked_and_counted(shop: Picture, shop_dataset: Path) -> None:
+def test_the_cut_off_of_training_is_marked_and_counted(shop, shop_dataset):
     rows = dataset_figure([shop], max_row_tokens=400).axes[2]
     assert list(rows.lines[0].get_xdata()) == [400, 400]
     frame = rollout_io.scan(shop_dataset)
@@ -67,7 +66,7 @@ def test_the_cut_off_of_training_is_marked_and_counted(shop: Picture, shop_datas
     assert f"{num} of 205 rows beyond max_row_tokens = 400" in [t.get_text() for t in rows.texts]
 
 
-def test_each_group_has_its_mean_and_its_range(shop: Picture, shop_dataset: Path) -> None:
+def test_each_group_has_its_mean_and_its_range(shop, shop_dataset):
     axis = dataset_figure([shop]).axes[3]
     last = rollout_io.scan(shop_dataset).filter(pl.col("is_last_step"))
     groups = (
@@ -90,7 +89,7 @@ def test_each_group_has_its_mean_and_its_range(shop: Picture, shop_dataset: Path
     assert all(segment[:, 1].tolist() == [0, 1] for segment in ranges.get_segments())
 
 
-def test_breaks_are_stacked_by_turn_and_cause(shop: Picture, shop_dataset: Path) -> None:
+def test_breaks_are_stacked_by_turn_and_cause(shop, shop_dataset):
     axis = dataset_figure([shop]).axes[4]
     report = Report.of(diagnose_dataset(shop_dataset), limit=0)
     drawn = {
@@ -110,26 +109,14 @@ def test_breaks_are_stacked_by_turn_and_cause(shop: Picture, shop_dataset: Path)
     assert report.num_breaks == 41
 
 
-def test_bars_of_layouts_are_their_tokens(shop: Picture, shop_dataset: Path) -> None:
+def test_bars_of_layouts_are_their_tokens(shop, shop_dataset):
     axis = dataset_figure([shop]).axes[5]
     costs = dataset_savings(shop_dataset)
     assert [bar.get_width() for bar in axis.patches] == [costs[n].num_tokens for n in LAYOUTS]
     assert [text.get_text() for text in axis.texts][:2] == ["100%", "45%"]
 
 
-def test_merging_changes_neither_drift_nor_layouts(
-    shop: Picture, shop_dataset: Path, tmp_path: Path
-) -> None:
-    out = str(tmp_path / "merged")
-    assert run(["merge", str(shop_dataset), "--out", out, "-q"]) == 0
-    merged = Picture.of(out, "merged", Workers())
-    assert (merged.num_following, merged.breaks) == (shop.num_following, shop.breaks)
-    assert merged.costs == shop.costs
-
-
-def test_datasets_are_drawn_over_each_other_as_shares(
-    shop: Picture, shop_dataset: Path, tmp_path: Path
-) -> None:
+def test_datasets_are_drawn_over_each_other_as_shares(shop, shop_dataset, tmp_path):
     out = str(tmp_path / "solvable")
     assert run(["filter", str(shop_dataset), "--drop-zero-variance", "--out", out, "-q"]) == 0
     kept = Picture.of(out, "solvable", Workers())
@@ -149,14 +136,14 @@ def test_datasets_are_drawn_over_each_other_as_shares(
     assert dict(zip(turns, breaks, strict=True)) == expected
 
 
-def test_a_dataset_without_rewards_is_drawn(shop_dataset: Path, tmp_path: Path) -> None:
+def test_a_dataset_without_rewards_is_drawn(shop_dataset, tmp_path):
     out = rewrite(shop_dataset, tmp_path / "ds", pl.lit(None, pl.Float64).alias("reward"))
     axis = dataset_figure([Picture.of(out, "ds", Workers())]).axes[3]
     assert [text.get_text() for text in axis.texts] == ["no trajectory has a reward"]
     assert not axis.lines
 
 
-def test_steps_without_a_prompt_are_counted_as_drift_counts_them(tmp_path: Path) -> None:
+def test_steps_without_a_prompt_are_counted_as_drift_counts_them(tmp_path):
     rows = pa.table(
         {
             "instance_id": ["a"] * 4,
@@ -182,25 +169,16 @@ def test_steps_without_a_prompt_are_counted_as_drift_counts_them(tmp_path: Path)
     assert "1 of 1 step following another, by cause" in [t.get_text() for t in drift.texts]
 
 
-def test_every_panel_of_several_datasets_says_what_it_shows(shop: Picture) -> None:
-    other = dataclasses.replace(shop, name="other")
-    one, both = (dataset_figure(found, 400).axes for found in ([shop], [shop, other]))
-    assert [axis.get_ylabel() for axis in both[:3]] == ["share of rows"] * 3
-    breaks = "Steps that do not continue the previous step"
-    assert {axes[4].get_title(loc="left") for axes in (one, both)} == {breaks}
-    assert both[4].get_ylabel() == "share of steps"
-
-
 def test_an_unknown_image_format_is_refused_before_datasets_are_checked(
-    shop_dataset: Path, tmp_path: Path, capfd: Any
-) -> None:
+    shop_dataset, tmp_path, capfd
+):
     broken = shutil.copytree(shop_dataset, tmp_path / "broken")
     next(broken.glob("*.parquet")).write_bytes(b"no table")
     assert run(["plot", str(broken), "--out", str(tmp_path / "image.foo")]) == 1
     assert "found extension '.foo'" in capfd.readouterr().err
 
 
-def test_one_trajectory_of_one_step_is_drawn(tmp_path: Path) -> None:
+def test_one_trajectory_of_one_step_is_drawn(tmp_path):
     write_example(tmp_path)
     first = rollout_io.scan(tmp_path / "ds").collect().head(1).with_columns(is_last_step=True)
     with rollout_io.RolloutWriter(tmp_path / "one") as writer:
@@ -210,7 +188,7 @@ def test_one_trajectory_of_one_step_is_drawn(tmp_path: Path) -> None:
     assert "no step follows another" in [text.get_text() for text in figure.axes[4].texts]
 
 
-def test_groups_of_unknown_rewards_are_left_out() -> None:
+def test_groups_of_unknown_rewards_are_left_out():
     returns = pl.DataFrame(
         {
             "instance_id": ["a", "a", "b", "c", "c", "d", "d"],
@@ -225,7 +203,7 @@ def test_groups_of_unknown_rewards_are_left_out() -> None:
     ]
 
 
-def test_a_group_with_one_known_reward_is_grey_and_counted(shop: Picture) -> None:
+def test_a_group_with_one_known_reward_is_grey_and_counted(shop):
     groups, values = ["a", "b", "b", "c", "c"], [1.0, 0.0, 1.0, None, 0.5]
     returns = pl.DataFrame(
         {"instance_id": groups, "return": values, "error": [None] * 5},
@@ -242,9 +220,7 @@ def test_a_group_with_one_known_reward_is_grey_and_counted(shop: Picture) -> Non
 
 
 @pytest.mark.slow
-def test_the_verb_draws_a_dataset_or_runs_but_not_both(
-    shop_dataset: Path, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_verb_draws_a_dataset_or_runs_but_not_both(shop_dataset, tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(shop_dataset, "runs/shop")
     assert run(["plot", "runs/shop/"]) == 0

@@ -52,12 +52,6 @@ def test_overrides_reach_into_inline_tables(tmp_path):
     assert planned.env_config == {"url": "v"}
 
 
-def test_a_dotted_name_that_toml_does_not_take_is_refused(tmp_path):
-    with pytest.raises(RolloutError, match="a valid TOML key") as error:
-        load(tmp_path, TOML, "generate.env_configs.m:E.x=1")
-    assert 'table."my.name"' in error.value.hint
-
-
 @pytest.mark.parametrize(
     ("text", "place", "hint"),
     [
@@ -138,9 +132,7 @@ def test_tables_and_dotted_overrides_make_one_configuration(tmp_path):
     assert served.generation.engine_args == {}
 
 
-def test_vllm_in_the_trainers_process_has_the_seed_of_the_run_and_samples_between_updates(
-    tmp_path,
-):
+def test_vllm_in_the_trainers_process_has_the_seed_of_the_run_and_samples_between_updates(tmp_path):
     vllm = ("generate.engine=vllm", "run.seed=7")
     config = load(tmp_path, TOML, *vllm, "generate.engine_args.max_model_len=99")
     assert config.generation.engine_args == {"max_model_len": 99, "seed": 7}
@@ -307,11 +299,6 @@ def test_a_harness_saved_without_its_credentials_is_asked_for(tmp_path):
     assert "--set generate.harness=" in error.value.hint
     override = "generate.harness=solve --api-key sk-1"
     assert load_rl_config(file, [override]).generate["harness"] == "solve --api-key sk-1"
-
-
-def test_dicts_are_checked_as_files_are():
-    with pytest.raises(RolloutError, match=r"\[generate\], key group_siz"):
-        rl_config(**OWN, generate={"group_siz": 1})
 
 
 def tasks_named(*names):

@@ -1,19 +1,13 @@
 """What an evaluation samples by default, and its metrics by set and by data source."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Mapping
 from itertools import combinations
-from pathlib import Path
-from typing import Any
 
 import polars as pl
 import pytest
 
 import rollout_io
-from pipelines.generation.tasks import Task, read_tasks
-from rollout_io.retokenize.tokenizer import ChatTokenizer
+from pipelines.generation.tasks import read_tasks
 from tests.helpers.rl_helpers import HERE, config_of, lines_of, save_model, write_tasks
 from trainer import rl
 from trainer.engine.embedded import TransformersEngine
@@ -21,7 +15,7 @@ from trainer.reports.plot import read_metrics
 from trainer.rl.evaluation import notes_of, set_metrics
 
 
-def test_an_evaluation_is_greedy_unless_told(tmp_path: Path) -> None:
+def test_an_evaluation_is_greedy_unless_told(tmp_path):
     evaluate = {"tasks": "t.jsonl"}
     (planned,) = config_of(tmp_path, "m", evaluate=evaluate).evaluations(0).values()
     told = config_of(tmp_path, "m", evaluate=evaluate | {"temperature": 0.5}).evaluations(0)
@@ -29,13 +23,13 @@ def test_an_evaluation_is_greedy_unless_told(tmp_path: Path) -> None:
     assert [one.temperature for one in told.values()] == [0.5]
 
 
-def test_several_greedy_samples_of_a_task_are_noted(tmp_path: Path) -> None:
+def test_several_greedy_samples_of_a_task_are_noted(tmp_path):
     sets = {"sums": {"tasks": "t", "group_size": 4}, "words": {"tasks": "t"}}
     (note,) = notes_of(config_of(tmp_path, "m", evaluate=sets))
     assert "[evaluate.sums] samples each task 4 times at temperature 0" in note
 
 
-def tasks_of(path: Path, sources: Mapping[str, str | None]) -> list[Task]:
+def tasks_of(path, sources):
     """Tasks with these sources."""
     lines = [
         {"prompt": "Say it.", "instance_id": name} | ({"data_source": s} if s else {})
@@ -45,13 +39,13 @@ def tasks_of(path: Path, sources: Mapping[str, str | None]) -> list[Task]:
     return read_tasks(path, 1)
 
 
-def returns_of(**values: list[float]) -> pl.DataFrame:
+def returns_of(**values):
     """Of each task's trajectories."""
     rows = [(name, value) for name, of_task in values.items() for value in of_task]
     return pl.DataFrame(rows, ["instance_id", "return"], orient="row")
 
 
-def test_metrics_are_by_data_source_and_of_all(tmp_path: Path) -> None:
+def test_metrics_are_by_data_source_and_of_all(tmp_path):
     sources = {"a": "math/hard", "b": "math/hard", "c": "code", "d": None}
     tasks = tasks_of(tmp_path / "tasks.jsonl", sources)
     returns = returns_of(a=[1.0, 0.0], b=[0.0, 0.0], c=[-1.0, 0.5], d=[0.0, 0.0])
@@ -65,9 +59,7 @@ def test_metrics_are_by_data_source_and_of_all(tmp_path: Path) -> None:
     assert found["eval/all/avg_score"] == pytest.approx(0.5 / 8)
 
 
-def test_a_set_has_its_name_and_below_it_the_data_sources_that_its_tasks_name(
-    tmp_path: Path,
-) -> None:
+def test_a_set_has_its_name_and_below_it_the_data_sources_that_its_tasks_name(tmp_path):
     tasks = tasks_of(tmp_path / "tasks.jsonl", {"a": "math/hard", "b": None})
     found = set_metrics("held_out", returns_of(a=[1.0], b=[0.0]), tasks, 1)
     assert {name: value for name, value in found.items() if "avg_score" in name} == {
@@ -76,7 +68,7 @@ def test_a_set_has_its_name_and_below_it_the_data_sources_that_its_tasks_name(
     }
 
 
-def test_pass_at_n_counts_the_draws_of_n_attempts_that_hold_a_correct_one(tmp_path: Path) -> None:
+def test_pass_at_n_counts_the_draws_of_n_attempts_that_hold_a_correct_one(tmp_path):
     tasks = tasks_of(tmp_path / "tasks.jsonl", dict.fromkeys("abc"))
     values = {"a": [1.0, 0.0, 0.0, 1.0], "b": [0.0, 0.5, -1.0, 0.0], "c": [0.0, 1.0]}
     found = set_metrics("", returns_of(**values), tasks, 4)
@@ -88,7 +80,7 @@ def test_pass_at_n_counts_the_draws_of_n_attempts_that_hold_a_correct_one(tmp_pa
 
 
 @pytest.fixture
-def _one_loading(monkeypatch: pytest.MonkeyPatch, tokenizer: ChatTokenizer) -> None:
+def _one_loading(monkeypatch, tokenizer):
     for module in ("trainer.rl.loop", "trainer.engine.embedded", "trainer.run.same_tokenizer"):
         monkeypatch.setattr(f"{module}.load_tokenizer", lambda *_, **__: tokenizer)
 
@@ -96,10 +88,10 @@ def _one_loading(monkeypatch: pytest.MonkeyPatch, tokenizer: ChatTokenizer) -> N
 @pytest.mark.slow
 @pytest.mark.usefixtures("_one_loading")
 def test_several_sets_are_datasets_of_their_own_in_one_line_and_are_not_sampled_again(
-    tmp_path: Path, tokenizer: ChatTokenizer, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, tokenizer, capsys
+):
     model = save_model(tmp_path / "model", tokenizer)
-    sets: dict[str, Any] = {
+    sets = {
         "greedy": {"tasks": write_tasks(tmp_path / "a.jsonl", 2)},
         "drawn": {
             "tasks": write_tasks(tmp_path / "b.jsonl", 1, data_source="s"),
@@ -142,22 +134,22 @@ class Asked(TransformersEngine):
 
     prompts: list[str]
 
-    async def sample(self, prompt_token_ids: Any, sampling: Any, *, session: Any = None) -> Any:
+    async def sample(self, prompt_token_ids, sampling, *, session=None):
         self.prompts.append(self.tokenizer.decode(prompt_token_ids))
         return await super().sample(prompt_token_ids, sampling, session=session)
 
 
 @pytest.mark.slow
-def test_a_set_has_a_chat_template_of_its_own(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+def test_a_set_has_a_chat_template_of_its_own(tmp_path, tokenizer):
     model = save_model(tmp_path / "model", tokenizer)
     tasks = write_tasks(tmp_path / "a.jsonl", 1)
     template = {"chat_template": "qwen3_acc_thinking"}
     arguments = {"chat_template_kwargs": {"enable_thinking": False}}
     sets = {"quiet": {"tasks": tasks, **template, **arguments}, "plain": {"tasks": tasks}}
     config = config_of(tmp_path, model, num_iterations=1, evaluate=sets)
-    engines: list[Asked] = []
+    engines = []
 
-    def opened(sampling: Any) -> Asked:
+    def opened(sampling):
         engine = Asked.load(sampling.model)
         engine.prompts = []
         engines.append(engine)

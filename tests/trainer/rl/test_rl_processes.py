@@ -11,17 +11,14 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 import psutil
 import pytest
 from safetensors.torch import load_file
 
-from tests.helpers.process_client import Server
 from tests.helpers.rl_helpers import (
     HERE,
     as_toml,
@@ -32,8 +29,7 @@ from tests.helpers.rl_helpers import (
     write_tasks,
 )
 from tests.helpers.routing_helpers import tiny_moe
-from tests.helpers.trainer_helpers import relative_difference
-from trainer import rl
+from tests.helpers.trainer_helpers import check_same_checkpoints, relative_difference
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +41,7 @@ GAE = {
     "kl_target": 0.01,
     "kl_horizon": 20,
 }
-VARIANTS: dict[str, dict[str, Any]] = {
+VARIANTS = {
     "gae": GAE,
     "lora": {"lora_rank": 4, "kl_loss_coef": 0.1, "learning_rate_schedule": "cosine"},
     "clip_cov": {"policy_loss_type": "clip_cov", "clip_cov_ratio": 0.2, "clip_cov_lb": -1.0},
@@ -62,25 +58,15 @@ CUT = {"num_micro_batches", "num_forwarded_tokens", "repeated_share"}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("server"))
-    with server.process:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> dict[str, str]:
+def models(tmp_path_factory, tokenizer):
     """A tiny dense model, and one with experts."""
     folder = tmp_path_factory.mktemp("models")
     tiny_moe(vocab_size=49152).save_pretrained(folder / "experts")
     tokenizer.backend.save_pretrained(folder / "experts")
-    return {
-        "dense": save_model(folder / "dense", tokenizer),
-        "routing": str(folder / "experts"),
-    }
+    return {"dense": save_model(folder / "dense", tokenizer), "routing": str(folder / "experts")}
 
 
-def config_in(folder: Path, model: str, train: dict[str, Any], **settings: Any) -> rl.RlConfig:
+def config_in(folder, model, train, **settings):
     """Two turns a trajectory; one at a time, so that groups end in the same order in every run."""
     folder.mkdir(parents=True)
     sampling = {"environment": f"{HERE}:TwoTurns", "max_turns": 2, "max_concurrency": 1}
@@ -88,11 +74,11 @@ def config_in(folder: Path, model: str, train: dict[str, Any], **settings: Any) 
     return config_of(folder, model, generate=sampling, train=train, **settings)
 
 
-def job_of(config: rl.RlConfig, num_processes: int, **job: Any) -> dict[str, Any]:
+def job_of(config, num_processes, **job):
     return {"rl": dataclasses.asdict(config), "num_processes": num_processes, **job}
 
 
-def check_same_weights(config: rl.RlConfig, other: rl.RlConfig, file: str) -> None:
+def check_same_weights(config, other, file):
     """Each version of the policy that the engine has loaded, to 1e-4."""
     for version in range(1, config.num_iterations + 1):
         found, wanted = (
@@ -104,12 +90,12 @@ def check_same_weights(config: rl.RlConfig, other: rl.RlConfig, file: str) -> No
                 assert relative_difference(found[key].double(), tensor.double()) < 1e-4, key
 
 
-def run(server: Server, config: rl.RlConfig, num_processes: int, **job: Any) -> None:
+def run(server, config, num_processes, **job):
     server.start(**job_of(config, num_processes, **job))
     assert server.answer() == [0] * num_processes, "\n".join(server.said())
 
 
-def check_same_run(out: str, expected: str) -> None:
+def check_same_run(out, expected):
     """Equal rows, metrics to 1e-5, and the tensors of the same checkpoints to 1e-4."""
     lines, wanted = lines_of(out), lines_of(expected)
     assert len(lines) == len(wanted) > 0
@@ -117,18 +103,10 @@ def check_same_run(out: str, expected: str) -> None:
         assert list(line) == list(other)
         for key in line.keys() - TIMES - CUT:
             assert line[key] == pytest.approx(other[key], rel=1e-5, abs=1e-5), key
-    folders = [Path(path) / "checkpoints" for path in (out, expected)]
-    names = [{str(p.relative_to(folder)) for p in folder.rglob("*")} for folder in folders]
-    assert names[0] == names[1]
-    for name in sorted(n for n in names[0] if n.endswith(".safetensors")):
-        found, other = (load_file(folder / name) for folder in folders)
-        assert {k: v.shape for k, v in found.items()} == {k: v.shape for k, v in other.items()}
-        for key, tensor in other.items():
-            if tensor.isfinite().all() and tensor.any():
-                assert relative_difference(found[key].double(), tensor.double()) < 1e-4, key
+    check_same_checkpoints(out, expected)
 
 
-def check_same_rows(config: rl.RlConfig, other: rl.RlConfig) -> None:
+def check_same_rows(config, other):
     for iteration in range(config.num_iterations):
         ids = "trajectory_id", "step_index", "response_ids", "policy_version"
         assert rows_of(config, iteration).select(ids).equals(rows_of(other, iteration).select(ids))
@@ -136,14 +114,9 @@ def check_same_rows(config: rl.RlConfig, other: rl.RlConfig) -> None:
 
 @pytest.mark.parametrize(
     ("name", "nums"),
-    [
-        ("gae", (2,)),
-        *(pytest.param(name, (2, 4), marks=pytest.mark.nightly) for name in VARIANTS),
-    ],
+    [("gae", (2,)), *(pytest.param(name, (2, 4), marks=pytest.mark.nightly) for name in VARIANTS)],
 )
-def test_runs_of_several_processes_are_that_of_one(
-    name: str, nums: tuple[int, ...], server: Server, models: dict[str, str], tmp_path: Path
-) -> None:
+def test_runs_of_several_processes_are_that_of_one(name, nums, server, models, tmp_path):
     configs = {}
     for num in (1, *nums):
         model = models.get(name, models["dense"])
@@ -163,13 +136,8 @@ def test_runs_of_several_processes_are_that_of_one(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("name", "file"),
-    [("gae", MODEL), ("lora", ADAPTER)],
-)
-def test_a_run_with_sharded_parameters_is_that_of_one_process(
-    name: str, file: str, server: Server, models: dict[str, str], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("name", "file"), [("gae", MODEL), ("lora", ADAPTER)])
+def test_a_run_with_sharded_parameters_is_that_of_one_process(name, file, server, models, tmp_path):
     """With evaluations, audits, all versions of the weights, and samples of earlier weights."""
     configs = {}
     for num in (1, 2):
@@ -192,9 +160,7 @@ def test_a_run_with_sharded_parameters_is_that_of_one_process(
     assert [line["iteration"] for line in evaluations] == [0, 1, 2, 3]
 
 
-def test_a_killed_run_is_resumed_with_another_number_of_processes(
-    server: Server, models: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_killed_run_is_resumed_with_another_number_of_processes(server, models, tmp_path):
     """Two processes, killed within the third iteration; then one, and as a copy four."""
     settings = {"num_iterations": 4, "save_every_iterations": 2}
     alone = config_in(tmp_path / "alone", models["dense"], GAE, **settings)
@@ -217,7 +183,7 @@ def test_a_killed_run_is_resumed_with_another_number_of_processes(
         assert [json.loads(line)["num_processes"] for line in starts] == [2, num]
 
 
-def wait_for(path: Path) -> None:
+def wait_for(path):
     until = time.monotonic() + 300
     while not path.exists() and time.monotonic() < until:
         time.sleep(0.01)
@@ -227,9 +193,7 @@ def wait_for(path: Path) -> None:
 @pytest.mark.parametrize(
     "killed", [0, *(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 3))]
 )
-def test_the_others_end_at_once_if_a_process_is_killed(
-    killed: int, server: Server, models: dict[str, str], tmp_path: Path
-) -> None:
+def test_the_others_end_at_once_if_a_process_is_killed(killed, server, models, tmp_path):
     """Without a launcher: the others notice by themselves, in an update or while they wait."""
     config = config_in(tmp_path / "a", models["dense"], {}, num_iterations=400)
     ranks = server.start(**job_of(config, 4))
@@ -246,9 +210,7 @@ def test_the_others_end_at_once_if_a_process_is_killed(
             assert "[process_lost]" in said
 
 
-def test_an_error_of_the_user_ends_every_process_and_keeps_the_progress(
-    server: Server, models: dict[str, str], tmp_path: Path
-) -> None:
+def test_an_error_of_the_user_ends_every_process_and_keeps_the_progress(server, models, tmp_path):
     """All trajectories of the third iteration fail; the updates before it are saved."""
     config = config_in(tmp_path / "a", models["dense"], {}, num_iterations=9)
     failing = config.generate | {"environment": f"{HERE}:Worse"}
@@ -262,9 +224,7 @@ def test_an_error_of_the_user_ends_every_process_and_keeps_the_progress(
 
 
 @pytest.fixture(scope="module")
-def undisturbed(
-    server: Server, models: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> rl.RlConfig:
+def undisturbed(server, models, tmp_path_factory):
     """Configuration of a run that is not killed."""
     folder = tmp_path_factory.mktemp("undisturbed")
     config = config_in(folder / "a", models["dense"], RECORDED, **KILLED)
@@ -275,12 +235,8 @@ def undisturbed(
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(10))
 def test_a_run_that_is_killed_up_to_five_times_trains_the_rows_of_an_undisturbed_one(
-    seed: int,
-    undisturbed: rl.RlConfig,
-    server: Server,
-    models: dict[str, str],
-    tmp_path: Path,
-) -> None:
+    seed, undisturbed, server, models, tmp_path
+):
     """After a random number of updates; a rank, all ranks, or the command that has started them."""
     rng = random.Random(seed)
     config = config_in(tmp_path / "a", models["dense"], RECORDED, **KILLED)
@@ -302,7 +258,7 @@ def test_a_run_that_is_killed_up_to_five_times_trains_the_rows_of_an_undisturbed
     assert sum(was_killed for *_, was_killed in kills) >= 4
 
 
-def trained_rows(config: rl.RlConfig) -> dict[str, Counter[tuple[Any, ...]]]:
+def trained_rows(config):
     """By update: each row that entered its loss, and how many of its tokens did."""
     found = {}
     for file in sorted((Path(config.run.out) / "tokens").iterdir()):
@@ -315,17 +271,17 @@ def trained_rows(config: rl.RlConfig) -> dict[str, Counter[tuple[Any, ...]]]:
     return found
 
 
-def kill(ids: Iterable[int]) -> None:
+def kill(ids):
     for process in ids:
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
 
 
-def wait_for_updates(config: rl.RlConfig, num_updates: int, is_alive: Callable[[], bool]) -> None:
+def wait_for_updates(config, num_updates, is_alive):
     """Wait until a run has made so many updates more than before, and is within the next; or ended."""
     metrics, until = Path(config.run.out) / "metrics.jsonl", time.monotonic() + 300
 
-    def num_made() -> int:
+    def num_made():
         return len(metrics.read_text().splitlines()) if metrics.exists() else 0
 
     wanted = num_made() + num_updates
@@ -334,15 +290,13 @@ def wait_for_updates(config: rl.RlConfig, num_updates: int, is_alive: Callable[[
     time.sleep(random.uniform(0, 0.3))
 
 
-def is_running(process: int) -> bool:
+def is_running(process):
     with suppress(psutil.NoSuchProcess):
         return bool(psutil.Process(process).status() != psutil.STATUS_ZOMBIE)
     return False
 
 
-def kill_ranks(
-    server: Server, config: rl.RlConfig, num: int, num_updates: int, victim: int | str
-) -> bool:
+def kill_ranks(server, config, num, num_updates, victim):
     """Kill one process or all, and end the others as a launcher does. False: the run had ended.
 
     Without it, processes that are still connecting would wait for the killed one.
@@ -360,7 +314,7 @@ def kill_ranks(
     return was_killed
 
 
-def kill_command(toml: Path, config: rl.RlConfig, num_updates: int) -> bool:
+def kill_command(toml, config, num_updates):
     """Kill a command with `--num-processes`: its processes end."""
     words = [sys.executable, "-P", "-m", "rollout_io", "rl"]
     resumes = (Path(config.run.out) / "config.json").exists()

@@ -1,13 +1,9 @@
 """A checkpoint has every file of the model directory that is not weights, or says what it left out."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,7 +39,7 @@ NOT_KEPT = (
 )
 
 
-def fill(folder: Path, names: tuple[str, ...]) -> None:
+def fill(folder, names):
     for name in names:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,15 +47,13 @@ def fill(folder: Path, names: tuple[str, ...]) -> None:
             path.write_text(name)
 
 
-def trained(folder: Path, model: str) -> Path:
+def trained(folder, model):
     dataset = write_dataset(folder / "ds", group_rows(1, (1.0, 0.0), temperature=1.0))
     assert run(["train", dataset, "--model", model, "--out", str(folder / "run")]) == 0
     return folder / "run" / "checkpoints" / "global_step_1"
 
 
-def test_a_checkpoint_has_every_file_that_is_not_weights(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_has_every_file_that_is_not_weights(tmp_path, capfd):
     model = save_tiny_model(tmp_path / "model")
     fill(Path(model), KEPT)
     # Not as Transformers writes it, which below 5.23 refuses a temperature without do_sample.
@@ -75,7 +69,7 @@ def test_a_checkpoint_has_every_file_that_is_not_weights(
     assert {path.relative_to(again) for path in again.rglob("*")} == ours
 
 
-def test_weights_hidden_files_and_state_are_not_copied(tmp_path: Path) -> None:
+def test_weights_hidden_files_and_state_are_not_copied(tmp_path):
     fill(tmp_path, (*KEPT, *NOT_KEPT))
     copied, left_out = other_files(tmp_path)
     assert {str(path) for path in copied} == set(KEPT)
@@ -83,8 +77,8 @@ def test_weights_hidden_files_and_state_are_not_copied(tmp_path: Path) -> None:
 
 
 def test_a_run_inside_the_model_directory_and_links_out_of_it_are_left_out_and_said(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, capfd
+):
     model = Path(save_tiny_model(tmp_path / "model"))
     fill(model, KEPT)
     fill(model, ("runs/1/config.json", "runs/1/metrics.jsonl"))
@@ -103,7 +97,7 @@ def test_a_run_inside_the_model_directory_and_links_out_of_it_are_left_out_and_s
     assert "folder, gone, link, pipe, runs/1" in said
 
 
-def test_a_snapshot_of_the_hubs_cache_is_copied_through_its_links(tmp_path: Path) -> None:
+def test_a_snapshot_of_the_hubs_cache_is_copied_through_its_links(tmp_path):
     snapshot = tmp_path / "models--a--b" / "snapshots" / "123"
     fill(tmp_path / "models--a--b" / "blobs", ("1", "2"))
     snapshot.mkdir(parents=True)
@@ -116,10 +110,10 @@ NAMES = st.text("ab.- é", min_size=1, max_size=6).filter(lambda n: not n.starts
 
 
 @given(st.sets(NAMES.filter(lambda name: Path(name).suffix not in {".bin", ".pt"}), max_size=6))
-def test_any_name_is_copied(names: set[str]) -> None:
+def test_any_name_is_copied(names):
     with tempfile.TemporaryDirectory() as folder:
         fill(Path(folder), tuple(names))
         copied, left_out = other_files(Path(folder))
-        found: Any = {path.name for path in copied}
+        found = {path.name for path in copied}
         assert found == names
         assert not left_out

@@ -1,10 +1,6 @@
 """Distillation: divergences from a teacher's stored log-probabilities, against float64."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +10,12 @@ from hypothesis import strategies as st
 import trainer
 from schemas.errors import RolloutError
 from tests.helpers.configs import train_config
-from tests.helpers.trainer_helpers import group_rows, save_tiny_model, tiny_llama, write_dataset
+from tests.helpers.trainer_helpers import (
+    group_rows,
+    metrics_of,
+    tiny_llama,
+    write_dataset,
+)
 from trainer.models.logprob_head import teacher_divergence
 
 NUM_IDS, TOPK = 11, 5
@@ -22,7 +23,7 @@ KINDS = ("reverse_kl", "cross_entropy")
 
 
 @st.composite
-def teachers(draw: st.DrawFn) -> list[list[int]]:
+def teachers(draw):
     """Ids of up to six targets; a target may have none."""
     ids = st.lists(st.integers(0, NUM_IDS - 1), max_size=TOPK, unique=True)
     return draw(st.lists(ids, min_size=1, max_size=6))
@@ -30,9 +31,7 @@ def teachers(draw: st.DrawFn) -> list[list[int]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(teachers(), st.integers(0, 99), st.sampled_from([None, 3.0]))
-def test_values_and_gradients_are_those_of_the_formula_in_float64(
-    kind: str, sets: list[list[int]], seed: int, cap: Any
-) -> None:
+def test_values_and_gradients_are_those_of_the_formula_in_float64(kind, sets, seed, cap):
     generator = torch.Generator().manual_seed(seed)
     logits = 4 * torch.randn(len(sets), NUM_IDS, generator=generator)
     logprobs = (3 * torch.randn(len(sets), NUM_IDS, generator=generator)).log_softmax(-1)
@@ -62,7 +61,7 @@ def test_values_and_gradients_are_those_of_the_formula_in_float64(
     torch.testing.assert_close(ours.double(), wanted, rtol=1e-4, atol=1e-5)
 
 
-def taught_rows() -> list[dict[str, Any]]:
+def taught_rows():
     """Rows with the most likely ids of another tiny model."""
     teacher, rows = tiny_llama(seed=5), group_rows(2, (1.0, 0.0))
     for row in rows:
@@ -75,20 +74,13 @@ def taught_rows() -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-def losses(out: Path) -> list[float]:
+def losses(out):
     lines = (out / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["loss"] for line in lines]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_lowers_the_divergence_alike_in_every_layout(
-    model: str, tmp_path: Path, kind: str
-) -> None:
+def test_training_lowers_the_divergence_alike_in_every_layout(model, tmp_path, kind):
     dataset, found = write_dataset(tmp_path / "ds", taught_rows()), {}
     for layout, budget in (("step", 2048), ("merge" if kind == "cross_entropy" else "tree", 40)):
         config = train_config(
@@ -110,7 +102,7 @@ def test_training_lowers_the_divergence_alike_in_every_layout(
     assert first[-1] < 0.95 * first[0]
 
 
-def test_rows_without_a_teacher_are_refused(model: str, tmp_path: Path) -> None:
+def test_rows_without_a_teacher_are_refused(model, tmp_path):
     rows = taught_rows()
     rows[1]["teacher_token_ids"] = rows[1]["teacher_logprobs"] = None
     config = train_config(
@@ -123,9 +115,7 @@ def test_rows_without_a_teacher_are_refused(model: str, tmp_path: Path) -> None:
         trainer.train(config)
 
 
-def test_sets_of_the_sampler_change_nothing(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sets_of_the_sampler_change_nothing(model, tmp_path, capsys):
     found = []
     for name in ("without", "with"):
         rows = taught_rows()
@@ -142,7 +132,7 @@ def test_sets_of_the_sampler_change_nothing(
         )
         capsys.readouterr()
         trainer.train(config)
-        line = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0])
+        line = metrics_of(tmp_path / name)[0]
         found.append({key: line[key] for key in ("loss", "policy_kl", "policy_entropy")})
     assert found[0] == found[1]
     assert found[0]["policy_kl"] == 0  # the policy is still the reference
@@ -152,9 +142,7 @@ def test_sets_of_the_sampler_change_nothing(
 
 
 @pytest.mark.parametrize("num_ids", [0, 1])
-def test_teachers_without_a_distribution_are_refused(
-    model: str, tmp_path: Path, num_ids: int
-) -> None:
+def test_teachers_without_a_distribution_are_refused(model, tmp_path, num_ids):
     rows = taught_rows()
     for row in rows:
         for name in ("teacher_token_ids", "teacher_logprobs"):
@@ -170,7 +158,7 @@ def test_teachers_without_a_distribution_are_refused(
 
 
 @pytest.mark.parametrize("loss", ["distill", "cross_entropy"])
-def test_importance_weights_are_refused_where_they_have_no_effect(loss: str) -> None:
+def test_importance_weights_are_refused_where_they_have_no_effect(loss):
     with pytest.raises(RolloutError, match="has no importance ratios"):
         train_config(
             dataset="ds", model="m", out="o", policy_loss_type=loss, tis_ratio_type="token"
@@ -178,7 +166,7 @@ def test_importance_weights_are_refused_where_they_have_no_effect(loss: str) -> 
 
 
 @pytest.mark.parametrize("loss", ["distill", "cross_entropy"])
-def test_greedy_rows_are_trained_as_at_temperature_1(model: str, tmp_path: Path, loss: str) -> None:
+def test_greedy_rows_are_trained_as_at_temperature_1(model, tmp_path, loss):
     found = []
     for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
         rows = taught_rows()
@@ -191,7 +179,7 @@ def test_greedy_rows_are_trained_as_at_temperature_1(model: str, tmp_path: Path,
             policy_loss_type=loss,
         )
         assert trainer.train(config).num_greedy_rows == 0
-        line = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0])
+        line = metrics_of(tmp_path / name)[0]
         found.append((line["loss"], line["num_trained_tokens"]))
     assert found[0] == found[1]
     assert found[0][1] == sum(len(row["response_ids"]) for row in rows)

@@ -1,16 +1,11 @@
 """What a run or a recorder cleans up is its own: forged names and links delete nothing of others."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
 from pipelines.record.journal import Journal
-from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.errors import RolloutError
 from tests.helpers.rl_helpers import config_of, save_model
 from trainer import rl
@@ -19,7 +14,7 @@ from trainer.run.token_records import discard_token_records
 
 
 @pytest.fixture
-def others(tmp_path: Path) -> Path:
+def others(tmp_path):
     folder = tmp_path / "others"
     folder.mkdir()
     for name in ("calls.jsonl", "model.safetensors", "global_step_00009.parquet"):
@@ -27,11 +22,11 @@ def others(tmp_path: Path) -> Path:
     return folder
 
 
-def check_untouched(others: Path) -> None:
+def check_untouched(others):
     assert [path.read_text() for path in sorted(others.iterdir())] == ["precious"] * 3
 
 
-def forge(link: Path, target: Path) -> None:
+def forge(link, target):
     link.parent.mkdir(parents=True, exist_ok=True)
     link.symlink_to(target)
 
@@ -45,16 +40,14 @@ def forge(link: Path, target: Path) -> None:
         ("tokens/global_step_00009.parquet", lambda out: discard_token_records(out, 1)),
     ],
 )
-def test_a_link_in_a_run_is_removed_and_what_it_names_stays(
-    name: str, clean: Callable[[Path], None], others: Path, tmp_path: Path
-) -> None:
+def test_a_link_in_a_run_is_removed_and_what_it_names_stays(name, clean, others, tmp_path):
     is_file = name.startswith("tokens")
     forge(tmp_path / "run" / name, others / "global_step_00009.parquet" if is_file else others)
     clean(tmp_path / "run")
     check_untouched(others)
 
 
-def test_files_of_others_in_the_folders_of_a_run_stay(tmp_path: Path) -> None:
+def test_files_of_others_in_the_folders_of_a_run_stay(tmp_path):
     kept = ["checkpoints/notes", "checkpoints/global_step_best", "tokens/mine.parquet"]
     for name in kept:
         (tmp_path / name).mkdir(parents=True)
@@ -64,7 +57,7 @@ def test_files_of_others_in_the_folders_of_a_run_stay(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["00000", "00001.done", "notes.done"])
-def test_links_in_a_journal_delete_nothing(name: str, others: Path, tmp_path: Path) -> None:
+def test_links_in_a_journal_delete_nothing(name, others, tmp_path):
     forge(tmp_path / "ds" / ".recording" / name, others)
     with suppress(RolloutError):  # a link in place of a numbered folder is refused
         Journal(tmp_path / "ds").recover()
@@ -72,9 +65,7 @@ def test_links_in_a_journal_delete_nothing(name: str, others: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_loop_deletes_only_its_own_versions_of_the_weights(
-    tokenizer: ChatTokenizer, others: Path, tmp_path: Path
-) -> None:
+def test_a_loop_deletes_only_its_own_versions_of_the_weights(tokenizer, others, tmp_path):
     model = save_model(tmp_path / "model", tokenizer)
     config = config_of(tmp_path, model, num_iterations=1, keep_weights=1)
     rl.run(config)

@@ -6,15 +6,19 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
 from tests.conftest import ROOT
-from tests.helpers.trainer_helpers import group_rows, save_tiny_model, step, write_dataset
+from tests.helpers.trainer_helpers import (
+    group_rows,
+    lines_of,
+    save_tiny_model,
+    step,
+    write_dataset,
+)
 
 # test_processes.py resumes a killed run faster, test_checkpoints.py one that stopped.
 pytestmark = pytest.mark.slow
@@ -93,36 +97,35 @@ COMMON = {
     "partial_groups": "train",
     "tokens_per_micro_batch": 64,
 }
-TIMES = {"seconds", "tokens_per_s"}
 
 
 class Server:
     """A process that has imported the trainer and forks itself for every run."""
 
-    def __init__(self) -> None:
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    def __init__(self):
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-c", SERVER]
         self.process = subprocess.Popen(command, env=environment, text=True, **pipes)
 
-    def train(self, config: dict[str, Any], **kill: Any) -> dict[str, Any]:
+    def train(self, config, **kill):
         assert self.process.stdin
         assert self.process.stdout
         self.process.stdin.write(json.dumps({"config": config, **kill}) + "\n")
         self.process.stdin.flush()
-        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
+        answer = json.loads(self.process.stdout.readline())
         return answer
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def server():
     server = Server()
     with server.process:
         yield server
 
 
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def paths(tmp_path_factory):
     """Four groups, in one of which all trajectories failed."""
     folder = tmp_path_factory.mktemp("start")
     rows = group_rows(3, (1.0, 0.0, 0.5))
@@ -131,34 +134,25 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"dataset": write_dataset(folder / "ds", rows), "model": model}
 
 
-Undisturbed = tuple[dict[str, Any], dict[str, Any]]
-"""The configuration of a run that nobody stopped, and what the server said of it."""
-
-
 @pytest.fixture(scope="module")
-def gae(server: Server, paths: dict[str, str], tmp_path_factory: Any) -> Undisturbed:
+def gae(server, paths, tmp_path_factory):
     config = {**paths, **COMMON, **GAE, "out": str(tmp_path_factory.mktemp("gae") / "run")}
     return config, server.train(config)
 
 
 @pytest.fixture(scope="module")
-def grpo(server: Server, paths: dict[str, str], tmp_path_factory: Any) -> Undisturbed:
+def grpo(server, paths, tmp_path_factory):
     config = {**paths, **COMMON, **GRPO, "out": str(tmp_path_factory.mktemp("grpo") / "run")}
     return config, server.train(config)
 
 
 @pytest.fixture(scope="module")
-def lora(server: Server, paths: dict[str, str], tmp_path_factory: Any) -> Undisturbed:
+def lora(server, paths, tmp_path_factory):
     config = {**paths, **COMMON, **LORA, "out": str(tmp_path_factory.mktemp("lora") / "run")}
     return config, server.train(config)
 
 
-def lines_of(out: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
-
-
-def check_checkpoints_are_whole(out: Path) -> None:
+def check_checkpoints_are_whole(out):
     whole = set()
     for path in (out / "checkpoints").glob("global_step_*"):
         assert load_file(path / "model.safetensors")
@@ -170,16 +164,14 @@ def check_checkpoints_are_whole(out: Path) -> None:
     assert not pointer.exists() or pointer.read_text().strip() in whole
 
 
-def files_in(path: Path) -> dict[str, bytes]:
+def files_in(path):
     return {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file()}
 
 
-def check_kills(
-    server: Server, undisturbed: Undisturbed, out: Path, *, num_kills: int, seed: int
-) -> None:
+def check_kills(server, undisturbed, out, *, num_kills, seed):
     """Kill a run at random points, let the next one end: it must be the one that nobody stopped."""
     (config, whole), rng = undisturbed, random.Random(seed)
-    codes: list[int] = []
+    codes = []
     for number in range(num_kills):
         kill = {"last_event": rng.randint(1, whole["events"] - 1)}
         if number % 2:
@@ -196,7 +188,7 @@ def check_kills(
         assert [name for name in found if found[name] != wanted[name]] == []
 
 
-def test_a_run_that_nobody_stops_has_all_that_a_kill_could_spoil(gae: Undisturbed) -> None:
+def test_a_run_that_nobody_stops_has_all_that_a_kill_could_spoil(gae):
     config, whole = gae
     out = Path(config["out"])
     lines = lines_of(out)
@@ -211,14 +203,14 @@ def test_a_run_that_nobody_stops_has_all_that_a_kill_could_spoil(gae: Undisturbe
 
 
 def test_a_run_that_is_killed_three_times_ends_with_the_same_losses_and_weights(
-    server: Server, gae: Undisturbed, tmp_path: Path
-) -> None:
+    server, gae, tmp_path
+):
     check_kills(server, gae, tmp_path / "run", num_kills=3, seed=0)
 
 
 def test_a_run_that_is_killed_while_it_removes_a_checkpoint_leaves_whole_ones(
-    server: Server, gae: Undisturbed, tmp_path: Path
-) -> None:
+    server, gae, tmp_path
+):
     config = gae[0] | {"out": str(tmp_path / "run")}
     for _ in range(2):
         answer = server.train(config, events=["os.remove"], last_event=3)
@@ -231,7 +223,7 @@ def test_a_run_that_is_killed_while_it_removes_a_checkpoint_leaves_whole_ones(
 @pytest.mark.parametrize("seed", range(100, 105))
 @pytest.mark.parametrize("name", ["gae", "grpo", "lora"])
 def test_wherever_a_run_is_killed_it_ends_with_the_same_losses_and_weights(
-    name: str, seed: int, server: Server, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+    name, seed, server, tmp_path, request
+):
     undisturbed = request.getfixturevalue(name)
     check_kills(server, undisturbed, tmp_path / "run", num_kills=2, seed=seed)

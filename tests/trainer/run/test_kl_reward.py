@@ -1,9 +1,6 @@
 """KL divergence in the reward: by hand, over layouts, in whole runs."""
 
 import dataclasses
-import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +11,13 @@ import pipelines
 import rollout_io
 import trainer
 from tests.helpers.configs import train_config
-from tests.helpers.trainer_helpers import group_rows, load_batch, save_tiny_model, write_dataset
+from tests.helpers.trainer_helpers import (
+    group_rows,
+    load_batch,
+    metrics_of,
+    save_tiny_model,
+    write_dataset,
+)
 from trainer.algorithms.advantages.outcome import grpo
 from trainer.algorithms.losses.kl import adapted_kl_coef
 from trainer.batches.plan import make_plan
@@ -25,13 +28,13 @@ REWARDS = (1.0, 0.0, 0.5)
 
 
 @pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
+def dataset(tmp_path_factory):
     rows = group_rows(2, REWARDS)
     rows[0]["loss_mask"] = [True, False, False, False]
     return write_dataset(tmp_path_factory.mktemp("data") / "ds", rows)
 
 
-def charged(dataset: str, layout: str, **settings: Any) -> Any:
+def charged(dataset, layout, **settings):
     """A batch whose trajectory number n drifted by n / 10 nats at every token."""
     config = train_config(dataset=dataset, model="m", out="o", kl_reward_coef=0.5, **settings)
     rollouts = rollout_io.scan(dataset)
@@ -48,9 +51,7 @@ def charged(dataset: str, layout: str, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("layout", ["step", "merge"])
-def test_returns_are_less_by_the_divergence_of_their_trained_tokens(
-    layout: str, dataset: str
-) -> None:
+def test_returns_are_less_by_the_divergence_of_their_trained_tokens(layout, dataset):
     batch, found, metrics = charged(dataset, layout, kl_estimator_type="k1")
     num_tokens = np.array([5, 8, 8, 8, 8, 8])
     returns = np.tile(REWARDS, 2) - 0.5 * num_tokens * np.arange(6) / 10
@@ -63,7 +64,7 @@ def test_returns_are_less_by_the_divergence_of_their_trained_tokens(
 
 
 @pytest.mark.parametrize("layout", ["step", "merge"])
-def test_token_by_token_each_reward_is_less_by_its_own(layout: str, dataset: str) -> None:
+def test_token_by_token_each_reward_is_less_by_its_own(layout, dataset):
     settings = {"kl_estimator_type": "k2", "estimator": "reinforce++"}
     batch, found, _ = charged(dataset, layout, **settings)
     drift = np.repeat(np.arange(6) / 10, [5, 8, 8, 8, 8, 8])
@@ -72,7 +73,7 @@ def test_token_by_token_each_reward_is_less_by_its_own(layout: str, dataset: str
     assert (found.advantages == batch.advantages).all()
 
 
-def test_the_coefficient_is_fixed_or_follows_the_target(dataset: str) -> None:
+def test_the_coefficient_is_fixed_or_follows_the_target(dataset):
     batch, _, metrics = charged(dataset, "merge")
     fixed = train_config(dataset="d", model="m", out="o", kl_reward_coef=0.5)
     assert next_coef(0.5, metrics, batch, fixed.loss) == 0.5
@@ -84,11 +85,9 @@ def test_the_coefficient_is_fixed_or_follows_the_target(dataset: str) -> None:
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "reinforce++", "gae"])
-def test_runs_end_to_end_and_adapts_its_coefficient(
-    estimator: str, dataset: str, tmp_path: Path
-) -> None:
+def test_runs_end_to_end_and_adapts_its_coefficient(estimator, dataset, tmp_path):
     model = save_tiny_model(tmp_path / "model")
-    settings: dict[str, Any] = {
+    settings = {
         "estimator": estimator,
         "kl_reward_coef": 0.1,
         "kl_ctrl_type": "adaptive",
@@ -99,7 +98,7 @@ def test_runs_end_to_end_and_adapts_its_coefficient(
     }
     out = tmp_path / "run"
     trainer.train(train_config(dataset=dataset, model=model, out=str(out), **settings))
-    first, second = (json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines())
+    first, second = metrics_of(out)
     assert first["skipped"] == second["skipped"] == 0
     assert first["loss/kl_reward_coef"] == 0.1
     expected = adapted_kl_coef(

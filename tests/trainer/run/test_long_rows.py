@@ -1,11 +1,7 @@
 """Rows longer than a micro-batch, and than the model's context."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -15,7 +11,6 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 import trainer
-from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.errors import RolloutError
 from tests.helpers.configs import train_config
 from tests.helpers.examples import examples
@@ -24,7 +19,6 @@ from tests.helpers.trainer_helpers import group_rows, save_tiny_model, step, wri
 from trainer import rl
 from trainer.batches.packing import pack
 from trainer.batches.tree import Trie, cut
-from trainer.config.train_config import TrainConfig
 from trainer.models.policy import row_limit
 from trainer.reports.dry_run import dry_run
 from trainer.reports.dry_run_report import plan_text
@@ -34,23 +28,16 @@ from trainer.run.checkpoint import latest_checkpoint
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
+def dataset(tmp_path_factory):
     return write_dataset(tmp_path_factory.mktemp("data") / "ds", group_rows(2, (1.0, 0.0)))
 
 
-def config(dataset: str, model: str, out: Path, **settings: Any) -> TrainConfig:
+def config(dataset, model, out, **settings):
     return train_config(dataset=dataset, model=model, out=str(out), **settings)
 
 
 @given(st.lists(st.integers(0, 30), max_size=12), st.integers(1, 20))
-def test_a_row_above_the_budget_has_a_micro_batch_of_its_own(
-    lengths: list[int], budget: int
-) -> None:
+def test_a_row_above_the_budget_has_a_micro_batch_of_its_own(lengths, budget):
     bins = pack(np.array(lengths, np.int64), budget)
     assert sorted(row for rows in bins for row in rows) == [i for i, n in enumerate(lengths) if n]
     for rows in bins:
@@ -58,9 +45,7 @@ def test_a_row_above_the_budget_has_a_micro_batch_of_its_own(
 
 
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 30)), min_size=1), st.integers(1, 20))
-def test_a_tree_is_cut_around_rows_above_the_budget(
-    rows: list[tuple[int, int]], budget: int
-) -> None:
+def test_a_tree_is_cut_around_rows_above_the_budget(rows, budget):
     lengths = np.array([length for length, _ in rows], np.int64)
     shared = np.array([0, *(min(s, *lengths[i : i + 2]) for i, (_, s) in enumerate(rows[1:]))])
     index = np.arange(len(rows))
@@ -74,8 +59,8 @@ def test_a_tree_is_cut_around_rows_above_the_budget(
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["step", "merge", "tree"])
 def test_long_rows_are_forwarded_alone_with_the_same_gradient_and_a_warning(
-    dataset: str, model: str, tmp_path: Path, layout: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+    dataset, model, tmp_path, layout, capsys
+):
     found = []
     for budget in (6, 1000):
         settings = {"sequence_layout": layout, "tokens_per_micro_batch": budget}
@@ -88,9 +73,7 @@ def test_long_rows_are_forwarded_alone_with_the_same_gradient_and_a_warning(
 
 
 @pytest.mark.slow
-def test_tokens_beyond_the_longest_row_are_cut_off_and_counted(
-    dataset: str, tmp_path: Path
-) -> None:
+def test_tokens_beyond_the_longest_row_are_cut_off_and_counted(dataset, tmp_path):
     small = save_tiny_model(tmp_path / "small", max_position_embeddings=13)
     with pytest.raises(RolloutError, match=r"(?s)\[row_too_long\].*batch\.max_row_tokens"):
         trainer.train(config(dataset, small, tmp_path / "refused"))
@@ -101,9 +84,7 @@ def test_tokens_beyond_the_longest_row_are_cut_off_and_counted(
 
 
 @pytest.mark.slow
-def test_a_run_is_resumed_with_another_micro_batch_budget(
-    dataset: str, model: str, tmp_path: Path
-) -> None:
+def test_a_run_is_resumed_with_another_micro_batch_budget(dataset, model, tmp_path):
     settings = {"groups_per_batch": 1, "groups_per_mini_batch": 1}
     trainer.train(config(dataset, model, tmp_path, max_updates=1, **settings))
     resumed = config(dataset, model, tmp_path, tokens_per_micro_batch=64, **settings)
@@ -112,13 +93,13 @@ def test_a_run_is_resumed_with_another_micro_batch_budget(
 
 @pytest.mark.slow
 def test_the_loop_has_a_checkpoint_of_its_first_iteration_and_of_where_it_failed(
-    tmp_path: Path, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, tokenizer, monkeypatch
+):
     policy = save_model(tmp_path / "model", tokenizer)
     planned = config_of(tmp_path, policy, train={"tokens_per_micro_batch": 24})
     update = Learning.update
 
-    def fails_in_the_third(self: Learning, *given: Any) -> Any:
+    def fails_in_the_third(self, *given):
         if self.iteration == 2:
             raise RolloutError("row_too_long", "a row", "300 tokens", "at most 256")
         return update(self, *given)
@@ -137,7 +118,7 @@ def test_the_loop_has_a_checkpoint_of_its_first_iteration_and_of_where_it_failed
 
 
 @pytest.fixture(scope="module")
-def uneven(tmp_path_factory: pytest.TempPathFactory) -> str:
+def uneven(tmp_path_factory):
     """Ten trajectories with prompts of 10, 20, ..., 100 tokens and one masked response token."""
     masked = {"loss_mask": [False, True, True], "reward": 1.0, "is_last_step": True}
     rows = [step(f"g{n}", 0, 0, [1] * (10 * n), [3, 4, 5], **masked) for n in range(1, 11)]
@@ -146,8 +127,8 @@ def uneven(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.slow
 def test_rows_whose_prompt_exceeds_the_limit_are_counted_with_a_limit_that_keeps_most(
-    uneven: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    uneven, model, tmp_path, capsys
+):
     imitates = {"policy_loss_type": "cross_entropy"}
     # Row n has 10 n prompt tokens and one masked token: 10 n + 1 tokens before the first target.
     for most, num_lost in ((22, 8), (21, 9), (102, 0)):
@@ -173,9 +154,7 @@ def test_rows_whose_prompt_exceeds_the_limit_are_counted_with_a_limit_that_keeps
 
 @settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=30), st.integers(1, 5000))
-def test_the_suggested_limit_keeps_nine_of_ten_rows_unless_the_model_does_not(
-    starts: list[int], most: int
-) -> None:
+def test_the_suggested_limit_keeps_nine_of_ten_rows_unless_the_model_does_not(starts, most):
     rows = pl.DataFrame({"num_untrained_at_start": starts, "num_forwarded_tokens": starts})
     for limit in (1024, 100_000):
         cut, lost, hint = cut_rows(rows, most, limit)
@@ -186,8 +165,8 @@ def test_the_suggested_limit_keeps_nine_of_ten_rows_unless_the_model_does_not(
 
 
 def test_a_run_whose_every_row_is_cut_before_its_first_trained_token_is_rejected(
-    uneven: str, model: str, tmp_path: Path
-) -> None:
+    uneven, model, tmp_path
+):
     nothing = config(
         uneven, model, tmp_path / "run", max_row_tokens=11, policy_loss_type="cross_entropy"
     )
@@ -205,9 +184,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     ("rope", "hint"),
     [(YARN, "yarn scaling reaches 32 positions"), ({"rope_type": "default"}, None)],
 )
-def test_the_refusal_of_a_long_row_names_the_positions_that_a_scaling_reaches(
-    rope: Any, hint: str | None
-) -> None:
+def test_the_refusal_of_a_long_row_names_the_positions_that_a_scaling_reaches(rope, hint):
     config = LlamaConfig(max_position_embeddings=8, rope_parameters={"rope_theta": 10000.0} | rope)
     limit = row_limit(config)
     assert limit.num_tokens == 8

@@ -1,9 +1,6 @@
 """Whole runs with every loss, reduction and correction, and what is refused."""
 
-import json
 import math
-from pathlib import Path
-from typing import Any
 
 import polars as pl
 import pytest
@@ -13,24 +10,19 @@ import trainer
 from schemas.errors import RolloutError
 from tests.helpers.configs import train_config
 from tests.helpers.losses_helpers import EVERYTHING, ON_SAMPLER, named, some_trajectories
-from tests.helpers.trainer_helpers import save_tiny_model, write_dataset
+from tests.helpers.trainer_helpers import metrics_of, save_tiny_model, write_dataset
 from trainer.batches.plan import Plan
 from trainer.run.warnings import warnings_before
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
+def dataset(tmp_path_factory):
     rows = some_trajectories(rollout_logprobs=[-4.0, -3.0, -5.0, -4.5])
     path = tmp_path_factory.mktemp("data") / "ds"
     return write_dataset(path, rows, logprobs_mode="processed")
 
 
-def run(dataset: str, model: str, out: Path, **settings: Any) -> list[dict[str, Any]]:
+def run(dataset, model, out, **settings):
     defaults = {
         "groups_per_mini_batch": 1,
         "epochs_per_batch": 2,
@@ -39,13 +31,17 @@ def run(dataset: str, model: str, out: Path, **settings: Any) -> list[dict[str, 
     }
     config = train_config(dataset=dataset, model=model, out=str(out), **defaults | settings)
     trainer.train(config)
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return metrics_of(out)
 
 
-@pytest.mark.parametrize("settings", EVERYTHING, ids=named)
-def test_every_loss_reduction_and_correction_runs_end_to_end(
-    settings: dict[str, Any], dataset: str, model: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(settings, id=named(settings), marks=[pytest.mark.slow] * (number % 4 > 0))
+        for number, settings in enumerate(EVERYTHING)
+    ],
+)
+def test_every_loss_reduction_and_correction_runs_end_to_end(settings, dataset, model, tmp_path):
     lines = run(dataset, model, tmp_path / "run", **settings)
     assert len(lines) == 4
     assert [line["skipped"] for line in lines] == [0] * 4
@@ -53,9 +49,7 @@ def test_every_loss_reduction_and_correction_runs_end_to_end(
     assert all(line["grad_norm"] is not None for line in lines)
 
 
-def test_supervised_training_needs_no_reward_and_makes_every_group_likelier(
-    model: str, tmp_path: Path
-) -> None:
+def test_supervised_training_needs_no_reward_and_makes_every_group_likelier(model, tmp_path):
     rows = [row | {"reward": None} for row in some_trajectories()]
     dataset = write_dataset(tmp_path / "ds", rows)
     settings = {
@@ -72,9 +66,7 @@ def test_supervised_training_needs_no_reward_and_makes_every_group_likelier(
 
 
 @pytest.mark.slow
-def test_reference_model_is_another_models_directory(
-    dataset: str, model: str, tmp_path: Path
-) -> None:
+def test_reference_model_is_another_models_directory(dataset, model, tmp_path):
     other = save_tiny_model(tmp_path / "other", seed=5)
     own = run(dataset, model, tmp_path / "own", kl_loss_coef=0.1)
     far = run(dataset, model, tmp_path / "far", kl_loss_coef=0.1, reference_model=other)
@@ -83,7 +75,7 @@ def test_reference_model_is_another_models_directory(
     assert far[0]["policy_kl"] > 0.5
 
 
-def test_reference_has_the_numerics_of_the_policy(dataset: str, model: str, tmp_path: Path) -> None:
+def test_reference_has_the_numerics_of_the_policy(dataset, model, tmp_path):
     AcceleratorState._reset_state(reset_partial_state=True)
     try:
         first = run(dataset, model, tmp_path, kl_loss_coef=0.1, dtype="bfloat16", max_updates=1)
@@ -104,8 +96,8 @@ def test_reference_has_the_numerics_of_the_policy(dataset: str, model: str, tmp_
     ],
 )
 def test_what_needs_the_samplers_log_probabilities_is_refused_without_them(
-    settings: dict[str, Any], named: str, model: str, tmp_path: Path
-) -> None:
+    settings, named, model, tmp_path
+):
     dataset = write_dataset(tmp_path / "ds", some_trajectories())
     with pytest.raises(
         RolloutError,
@@ -140,14 +132,14 @@ def test_what_needs_the_samplers_log_probabilities_is_refused_without_them(
         ({"kl_cov_frac": 1.5}, r"kl_cov_frac: found 1.5; expected a number in \[0, 1\]"),
     ],
 )
-def test_contradictions_are_refused(settings: dict[str, Any], named: str) -> None:
+def test_contradictions_are_refused(settings, named):
     with pytest.raises(RolloutError, match=named):
         train_config(dataset="d", model="m", out="o", **settings)
 
 
 @pytest.mark.parametrize("name", ["gspo", "sapo"])
-def test_losses_meant_for_another_reduction_say_so(name: Any) -> None:
-    columns: dict[str, Any] = {"instance_id": pl.String, "trajectory_id": pl.String}
+def test_losses_meant_for_another_reduction_say_so(name):
+    columns = {"instance_id": pl.String, "trajectory_id": pl.String}
     columns |= {"trains": pl.Boolean, "num_forwarded_tokens": pl.Int64}
     rows = pl.DataFrame(schema=columns)
     config = {"dataset": "d", "model": "m", "out": "o", "policy_loss_type": name}
@@ -170,9 +162,7 @@ def test_losses_meant_for_another_reduction_say_so(name: Any) -> None:
         ({"policy_loss_type": "cispo", "cispo_anchor": "rollout"} | ON_SAMPLER, False),
     ],
 )
-def test_the_pass_for_old_log_probabilities_is_made_where_they_enter(
-    settings: dict[str, Any], *, needs: bool
-) -> None:
+def test_the_pass_for_old_log_probabilities_is_made_where_they_enter(settings, *, needs):
     assert (
         train_config(dataset="d", model="m", out="o", **settings).loss.needs_old_logprobs is needs
     )

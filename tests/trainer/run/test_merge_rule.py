@@ -1,10 +1,6 @@
 """Which sequences are trained: by which rule steps merge, and datasets that were merged before."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,11 +10,10 @@ import trainer
 from rollout_io.cli.main import run
 from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import save_tiny_model, step, write_dataset
-from trainer.config.train_config import TrainConfig
 from trainer.reports.dry_run import dry_run
 
 
-def trajectory(repetition: int, reward: float) -> list[dict[str, Any]]:
+def trajectory(repetition, reward):
     """Three steps that continue each other; a sub-agent's call lies between the last two."""
     first = [1, 2, 3, 4 + repetition]
     second = [*first, 5, 6, 7]
@@ -33,7 +28,7 @@ def trajectory(repetition: int, reward: float) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def paths(tmp_path_factory):
     """The model; the steps; merged by either rule; merged without a word of it in the metadata."""
     folder = tmp_path_factory.mktemp("merge")
     steps = write_dataset(folder / "steps", [*trajectory(0, 1.0), *trajectory(1, 0.0)])
@@ -48,7 +43,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
-def config_of(paths: dict[str, str], dataset: str, out: Path, **settings: Any) -> TrainConfig:
+def config_of(paths, dataset, out, **settings):
     return train_config(dataset=paths[dataset], model=paths["model"], out=str(out), **settings)
 
 
@@ -67,8 +62,8 @@ def config_of(paths: dict[str, str], dataset: str, out: Path, **settings: Any) -
     ],
 )
 def test_sequences_are_merged_as_asked_and_a_merged_dataset_is_trained_as_it_is(
-    paths: dict[str, str], tmp_path: Path, dataset: str, rule: Any, num_rows: int
-) -> None:
+    paths, tmp_path, dataset, rule, num_rows
+):
     config = config_of(paths, dataset, tmp_path / "run", merge_rule=rule)
     metrics = trainer.train(config).metrics
     assert metrics["num_rows"] == metrics["generate/num_seq_after_merge"] == num_rows
@@ -84,7 +79,7 @@ def test_sequences_are_merged_as_asked_and_a_merged_dataset_is_trained_as_it_is(
 
 
 @pytest.mark.slow
-def test_every_rule_gives_the_same_loss(paths: dict[str, str], tmp_path: Path) -> None:
+def test_every_rule_gives_the_same_loss(paths, tmp_path):
     found = [
         trainer.train(config_of(paths, "steps", tmp_path / rule, merge_rule=rule)).metrics
         for rule in ("lineage", "consecutive", "keep")

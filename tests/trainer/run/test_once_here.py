@@ -4,7 +4,6 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -29,7 +28,7 @@ print(len(calls), tables[0]["a"].to_list(), tables[1]["b"].to_list())
 
 
 @pytest.mark.slow
-def test_one_process_makes_the_tables_and_all_have_them(tmp_path: Path) -> None:
+def test_one_process_makes_the_tables_and_all_have_them(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,9 +1,6 @@
 """Whatever generates, records or trains takes the lock that all other writers take."""
 
-from __future__ import annotations
-
 import asyncio
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +10,6 @@ from pipelines.generation.run import generate
 from pipelines.record.shards import lock_dataset
 from rollout_io.cli.main import run
 from rollout_io.dataset.locking import Destination
-from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.errors import RolloutError
 from tests.helpers.configs import train_config
 from tests.helpers.rl_helpers import HERE, config_of, save_model, write_tasks
@@ -22,11 +18,11 @@ from trainer.engine.open_engine import open_engine
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory, tokenizer: ChatTokenizer) -> str:
+def model(tmp_path_factory, tokenizer):
     return save_model(tmp_path_factory.mktemp("model"), tokenizer)
 
 
-def write_with(verb: str, model: str, dataset: Path, folder: Path) -> None:
+def write_with(verb, model, dataset, folder):
     """Write to `folder / "run"` as the verb does."""
     out = str(folder / "run")
     if verb == "generate":
@@ -48,12 +44,8 @@ def write_with(verb: str, model: str, dataset: Path, folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", ["generate", "record", "rl", "train"])
 def test_a_destination_that_another_writer_holds_is_refused_and_stays_as_it_is(
-    verb: str,
-    model: str,
-    shop_dataset: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    verb, model, shop_dataset, tmp_path, monkeypatch
+):
     monkeypatch.setattr("pipelines.record.shards._LOCK_WAIT_S", 0.0)
     held = Destination(tmp_path / "run")
     with pytest.raises(RolloutError) as raised:
@@ -75,16 +67,11 @@ SECONDS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", ["generate", "record", "rl", "train"])
 def test_other_writers_are_refused_until_a_writer_has_ended(
-    verb: str,
-    model: str,
-    shop_dataset: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    verb, model, shop_dataset, tmp_path, monkeypatch, capsys
+):
     release, codes = Destination.release, list[int]()
 
-    def released(self: Destination) -> None:
+    def released(self):
         if self._path == tmp_path / ".run.lock" and not codes:
             codes.append(0)
             names = {"ds": shop_dataset, "out": tmp_path / "run"}

@@ -1,11 +1,8 @@
 """Runs with functions of the user's: those of the docs, next to the built-in ones, and refusals."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,11 +15,11 @@ from tests.conftest import ROOT
 from tests.helpers import own_functions
 from tests.helpers.configs import dotted, train_config
 from tests.helpers.losses_helpers import some_trajectories
-from tests.helpers.trainer_helpers import save_tiny_model, write_dataset
+from tests.helpers.trainer_helpers import metrics_of, save_tiny_model, write_dataset
 from trainer.rl import load_rl_config
 
 MINE = "tests.helpers.own_functions"
-COMMON: dict[str, Any] = {
+COMMON = {
     "groups_per_mini_batch": 1,
     "epochs_per_batch": 2,
     "learning_rate": 1e-3,
@@ -34,7 +31,7 @@ CLIP = {"low": 0.2, "high": 0.3}
 
 
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def paths(tmp_path_factory):
     folder = tmp_path_factory.mktemp("own")
     rows = some_trajectories(rollout_logprobs=[-4.0, -3.0, -5.0, -4.5])
     for number, row in enumerate(rows):
@@ -43,31 +40,31 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"dataset": dataset, "model": save_tiny_model(folder / "model")}
 
 
-def run(paths: dict[str, str], out: Path, **settings: Any) -> dict[str, torch.Tensor]:
+def run(paths, out, **settings):
     """The weights at the end."""
     result = trainer.train(train_config(**paths, **COMMON | settings, out=str(out)))
     return weights(Path(result.checkpoint))
 
 
-def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+def weights(checkpoint):
     files = sorted(checkpoint.rglob("*.safetensors"))
     return {f"{file.parent.name} {k}": v for file in files for k, v in load_file(file).items()}
 
 
-def lines_of(out: Path, *, without: frozenset[str] = frozenset()) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+def lines_of(out, *, without=frozenset()):
+    lines = metrics_of(out)
     return [{k: v for k, v in line.items() if k not in TIMES | without} for line in lines]
 
 
-def check_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def check_same(found, expected):
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.slow
 def test_the_functions_of_the_docs_are_the_built_in_ones_bit_for_bit(
-    paths: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> None:
+    paths, tmp_path, monkeypatch, capfd
+):
     page = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     command = re.search(r"\n    (rollouts train [^`]*?mine:.*?)\n\n", page, re.DOTALL)
@@ -91,15 +88,12 @@ def test_the_functions_of_the_docs_are_the_built_in_ones_bit_for_bit(
         check_same(found, run(paths, tmp_path / "other"))
 
 
-PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+PAIRS = {
     "correction and KL": (
         {"policy_loss_type": f"{MINE}:regular", "loss_own": CLIP},
         {"policy_loss_type": "regular", "eps_clip_high": 0.3},
     ),
-    "sampler": (
-        {"policy_loss_type": f"{MINE}:rollout_is"},
-        {"policy_loss_type": "rollout_is"},
-    ),
+    "sampler": ({"policy_loss_type": f"{MINE}:rollout_is"}, {"policy_loss_type": "rollout_is"}),
     "sampler, corrected by name": (
         {"policy_loss_type": f"{MINE}:regular", "loss_own": CLIP, "tis_ratio_type": "sequence"},
         {"policy_loss_type": "regular", "eps_clip_high": 0.3, "tis_ratio_type": "sequence"},
@@ -108,10 +102,7 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"policy_loss_type": f"{MINE}:supervised"},
         {"policy_loss_type": "cross_entropy"},
     ),
-    "reduction": (
-        {"reduction": f"{MINE}:trajectory_mean"},
-        {"reduction": "trajectory_mean"},
-    ),
+    "reduction": ({"reduction": f"{MINE}:trajectory_mean"}, {"reduction": "trajectory_mean"}),
     "KL in the reward": (
         {"estimator": f"{MINE}:rloo", "kl_loss_coef": 0.0, "kl_reward_coef": 0.1},
         {"estimator": "rloo", "kl_loss_coef": 0.0, "kl_reward_coef": 0.1},
@@ -121,11 +112,9 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PAIRS)
-def test_a_function_trains_as_the_built_in_one_that_it_repeats(
-    name: str, paths: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_function_trains_as_the_built_in_one_that_it_repeats(name, paths, tmp_path):
     own, built_in = PAIRS[name]
-    others: dict[str, Any] = {"kl_loss_coef": 0.1, "entropy_loss_coef": 0.01}
+    others = {"kl_loss_coef": 0.1, "entropy_loss_coef": 0.01}
     found = run(paths, tmp_path / "own", **others | own)
     check_same(found, run(paths, tmp_path / "built_in", **others | built_in))
     own_names = frozenset({"clip_ratio", "policy_loss/ratio"})
@@ -138,7 +127,7 @@ def test_a_function_trains_as_the_built_in_one_that_it_repeats(
 
 
 @pytest.mark.slow
-def test_an_estimator_with_a_critic_is_gae(paths: dict[str, str], tmp_path: Path) -> None:
+def test_an_estimator_with_a_critic_is_gae(paths, tmp_path):
     settings = {"gamma": 0.9, "gae_lambda": 0.8, "critic_learning_rate": 1e-2}
     own = f"{MINE}:gae"
     for name, estimator in (("own", own), ("built_in", "gae")):
@@ -159,7 +148,7 @@ OWN = {
 
 
 @pytest.mark.slow
-def test_layouts_give_a_loss_the_same_gradients(paths: dict[str, str], tmp_path: Path) -> None:
+def test_layouts_give_a_loss_the_same_gradients(paths, tmp_path):
     for layout in ("step", "merge", "tree"):
         run(paths, tmp_path / layout, sequence_layout=layout, **OWN)
     names = ("loss", "grad_norm", "policy_loss", "num_trained_tokens")
@@ -171,9 +160,7 @@ def test_layouts_give_a_loss_the_same_gradients(paths: dict[str, str], tmp_path:
 
 
 @pytest.mark.slow
-def test_a_run_resumes_with_the_function_and_the_keys_of_its_configuration(
-    paths: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_run_resumes_with_the_function_and_the_keys_of_its_configuration(paths, tmp_path):
     whole = run(paths, tmp_path / "whole", **OWN)
     run(paths, tmp_path / "run", max_updates=2, **OWN)
     config = train_config(**paths, **COMMON, **OWN, out=str(tmp_path / "run"))
@@ -191,9 +178,7 @@ def test_a_run_resumes_with_the_function_and_the_keys_of_its_configuration(
 
 
 @pytest.mark.slow
-def test_a_dry_run_says_which_functions_with_which_keys(
-    paths: dict[str, str], tmp_path: Path, capfd: Any
-) -> None:
+def test_a_dry_run_says_which_functions_with_which_keys(paths, tmp_path, capfd):
     out = str(tmp_path / "run")
     given = ["train", paths["dataset"], "--model", paths["model"], "--out", out, "--dry-run"]
     given += ["--set=data.partial_groups=train", f"--set=loss.policy_loss_type={MINE}:regular"]
@@ -232,18 +217,14 @@ def test_a_dry_run_says_which_functions_with_which_keys(
         (["loss.own.low=1"], "`low` has no effect"),
     ],
 )
-def test_functions_are_refused_before_a_model_is_loaded(
-    settings: list[str], message: str, tmp_path: Path, capfd: Any
-) -> None:
+def test_functions_are_refused_before_a_model_is_loaded(settings, message, tmp_path, capfd):
     given = ["train", "no_dataset", "--model", "no_model", "--out", str(tmp_path / "run")]
     assert main([*given, *(f"--set={setting}" for setting in settings)]) == 1
     assert message in capfd.readouterr().err
 
 
 @pytest.mark.slow
-def test_a_loss_that_fails_in_a_run_is_named_and_not_called_again(
-    paths: dict[str, str], tmp_path: Path, capfd: Any
-) -> None:
+def test_a_loss_that_fails_in_a_run_is_named_and_not_called_again(paths, tmp_path, capfd):
     given = ["train", paths["dataset"], "--model", paths["model"], "--out", str(tmp_path / "run")]
     given += ["--set=data.partial_groups=train", f"--set=loss.policy_loss_type={MINE}:fails"]
     given += ["--set=batch.tokens_per_micro_batch=30"]
@@ -260,15 +241,13 @@ def test_a_loss_that_fails_in_a_run_is_named_and_not_called_again(
         run(paths, tmp_path / "unlike", policy_loss_type=f"{MINE}:unlike")
 
 
-def test_a_loss_on_the_sampler_needs_its_log_probabilities(
-    paths: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_loss_on_the_sampler_needs_its_log_probabilities(paths, tmp_path):
     dataset = write_dataset(tmp_path / "ds", some_trajectories())
     with pytest.raises(RolloutError, match=f"no row has rollout_logprobs, .*{MINE}:rollout_is"):
         run(paths | {"dataset": dataset}, tmp_path, policy_loss_type=f"{MINE}:rollout_is")
 
 
-def test_the_table_is_the_same_in_the_loop(tmp_path: Path) -> None:
+def test_the_table_is_the_same_in_the_loop(tmp_path):
     file = tmp_path / "c.toml"
     file.write_text(
         '[model]\npath = "m"\n[loop]\ntasks = "t"\nnum_iterations = 1\n[run]\nout = "o"\n'

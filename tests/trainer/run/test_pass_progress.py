@@ -6,7 +6,6 @@ import re
 import select
 import time
 
-import pytest
 import torch
 
 from rollout_io.terminal import Bar
@@ -15,7 +14,7 @@ from trainer.run import pass_progress as progress
 from trainer.run.pass_progress import OLD_LOGPROBS, TRAINING, Passes, ticking
 
 
-def forest(num_tokens: int) -> Forest:
+def forest(num_tokens):
     ids = torch.zeros(num_tokens, dtype=torch.int64)
     none = ids[:0]
     return Forest(
@@ -33,13 +32,11 @@ class Clock:
 
     now = 0.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 
-def forward(
-    passes: Passes, clock: Clock, name: str, sizes: list[int], rate: float, last: int | None = None
-) -> None:
+def forward(passes, clock, name, sizes, rate, last=None):
     """Forward micro-batches at a rate in tokens/s, up to the one numbered `last`."""
     for number, one in enumerate(passes(name, [forest(n) for n in sizes])):
         if number == last:
@@ -47,7 +44,7 @@ def forward(
         clock.now += one.num_tokens / rate
 
 
-def train_batch(passes: Passes, clock: Clock) -> None:
+def train_batch(passes, clock):
     """A batch of two updates: 30 s of a pass before them, then 2 x 60 s."""
     forward(passes, clock, OLD_LOGPROBS, [1000] * 6, 200.0)
     for _ in range(2):
@@ -55,7 +52,7 @@ def train_batch(passes: Passes, clock: Clock) -> None:
         passes.end_update(stepped=True)
 
 
-def test_a_log_has_a_line_every_30_s(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_has_a_line_every_30_s(capsys):
     clock = Clock()
     passes = Passes(Bar(4, "updates"), num_planned=4, clock=clock)
     train_batch(passes, clock)
@@ -66,9 +63,7 @@ def test_a_log_has_a_line_every_30_s(capsys: pytest.CaptureFixture[str]) -> None
     ]
 
 
-def test_a_micro_batch_that_takes_long_has_lines_that_say_so(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_micro_batch_that_takes_long_has_lines_that_say_so(capsys, monkeypatch):
     monkeypatch.setattr(progress, "TICK_S", 0.01)
     clock, lines = Clock(), []
     passes = Passes(Bar(1, "updates"), num_planned=1, clock=clock)
@@ -88,7 +83,7 @@ def test_a_micro_batch_that_takes_long_has_lines_that_say_so(
     ]
 
 
-def wait_for_line(capsys: pytest.CaptureFixture[str]) -> str:
+def wait_for_line(capsys):
     """What a thread logs within ten seconds."""
     for _ in range(1000):
         if text := capsys.readouterr().err:
@@ -97,15 +92,13 @@ def wait_for_line(capsys: pytest.CaptureFixture[str]) -> str:
     return ""
 
 
-def test_a_process_that_is_not_the_main_one_says_nothing(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_process_that_is_not_the_main_one_says_nothing(capsys):
     clock = Clock()
     train_batch(Passes(num_planned=4, clock=clock), clock)
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_terminal_shows_the_pass_and_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_the_pass_and_its_tokens(monkeypatch):
     for name, value in {"TERM": "xterm", "COLUMNS": "120", "NO_COLOR": "1"}.items():
         monkeypatch.setenv(name, value)
     master, slave = pty.openpty()

@@ -1,10 +1,7 @@
 """Whole runs on rows that show pictures."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,30 +13,26 @@ from rollout_io.dataset.blobs import Blobs
 from schemas.errors import RolloutError
 from tests.helpers.configs import train_config
 from tests.helpers.process_client import Server
-from tests.helpers.trainer_helpers import save_tiny_model, write_dataset
+from tests.helpers.trainer_helpers import metrics_of, save_tiny_model, write_dataset
 from tests.helpers.vision_models import (
     SHOWS,
     Album,
-    Part,
     digest,
     encoded,
     plain_model,
     save_model,
     store_pictures,
 )
-from trainer.distributed.spawn import start_processes
 from trainer.models.policy import load_policy
 
-Rows = list[dict[str, Any]]
 
-
-def screens(album: Album, num_groups: int = 2) -> Rows:
+def screens(album, num_groups=2):
     """Trajectories of three steps: each shows what was seen before, and two of them a new screen."""
     rows = []
     for group in range(num_groups):
         for repetition, reward in enumerate((1.0, 0.0, 1.0)):
-            prompt: list[Part] = [[1, 2 + group, 3], "wide", [4, 5, 6 + repetition]]
-            answers: list[tuple[list[int], list[Part]]] = [
+            prompt = [[1, 2 + group, 3], "wide", [4, 5, 6 + repetition]]
+            answers = [
                 ([8, 9 + repetition], ["tall", [15]]),
                 ([10, 11, 12], ["small", [15]]),
                 ([13 + group], []),
@@ -68,29 +61,25 @@ def screens(album: Album, num_groups: int = 2) -> Rows:
 class Screens:
     """A model, and a dataset of screens."""
 
-    def __init__(self, kind: str, folder: Path) -> None:
+    def __init__(self, kind, folder):
         self.model, self.dataset = save_model(kind, folder / "model"), folder / "ds"
         self.rows = screens(Album(kind, self.model, folder / "album"))
 
-    def write(self, rows: Rows | None = None) -> str:
+    def write(self, rows=None):
         store_pictures(self.dataset)
         return write_dataset(self.dataset, self.rows if rows is None else rows)
 
 
-def lines(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
-def train(screens: Screens, out: Path, **settings: Any) -> list[dict[str, Any]]:
+def train(screens, out, **settings):
     paths = {"dataset": str(screens.dataset), "model": screens.model, "out": str(out)}
     sizes = {"groups_per_batch": 2, "groups_per_mini_batch": 1, "learning_rate": 1e-3}
     trainer.train(train_config(**paths | sizes | settings))
-    return lines(out)
+    return metrics_of(out)
 
 
 def test_the_verb_names_the_class_that_loads_a_model_that_sees_and_suggests_no_audit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, capsys
+):
     game, out = Screens("qwen3_vl", tmp_path), tmp_path / "run"
     game.write()
     sizes = ["batch.groups_per_batch=2", "batch.groups_per_mini_batch=2", "batch.max_updates=1"]
@@ -105,7 +94,7 @@ def test_the_verb_names_the_class_that_loads_a_model_that_sees_and_suggests_no_a
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
-def test_ten_updates_of_grpo_on_screens_agree_in_every_layout(kind: str, tmp_path: Path) -> None:
+def test_ten_updates_of_grpo_on_screens_agree_in_every_layout(kind, tmp_path):
     game = Screens(kind, tmp_path)
     game.write()
     firsts = []
@@ -122,21 +111,7 @@ def test_ten_updates_of_grpo_on_screens_agree_in_every_layout(kind: str, tmp_pat
     assert tokens[0] > tokens[1] > tokens[2]
 
 
-@pytest.mark.slow
-def test_two_processes_train_on_pictures_as_one_does(tmp_path: Path) -> None:
-    game = Screens("gemma3", tmp_path)
-    dataset = game.write()
-    one = train(game, tmp_path / "one", groups_per_mini_batch=2, record_tokens="none")
-    given = ["train", dataset, "--model", game.model, "--out", str(tmp_path / "two"), "-q"]
-    for key in ("batch.groups_per_batch=2", "optimizer.learning_rate=1e-3"):
-        given += ["--set", key]
-    assert start_processes(2, [*given, "--set", "batch.groups_per_mini_batch=2"], "resume") == 0
-    (first,), (second,) = one, lines(tmp_path / "two")
-    for name in ("loss", "grad_norm", "num_forwarded_tokens"):
-        assert second[name] == pytest.approx(first[name], rel=1e-4, abs=1e-6)
-
-
-def texts(album: Album, group: str) -> Rows:
+def texts(album, group):
     """A group of rows that show nothing."""
     return [
         album.row([[20 + n, 21, 22, 23]], [[24, 25 + n]])
@@ -157,15 +132,13 @@ def texts(album: Album, group: str) -> Rows:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
-def test_sharded_parameters_train_on_pictures_as_one_process_does(
-    kind: str, tmp_path: Path
-) -> None:
+def test_sharded_parameters_train_on_pictures_as_one_process_does(kind, tmp_path):
     """Three micro-batches show pictures and one does not: one process encodes while another does not."""
     game = Screens(kind, tmp_path)
     album = Album(kind, game.model, tmp_path / "texts")
     rows = [*screens(album, num_groups=1), *texts(album, "a"), *texts(album, "b")]
     dataset = game.write(rows)
-    settings: dict[str, Any] = {"groups_per_batch": 3, "groups_per_mini_batch": 3}
+    settings = {"groups_per_batch": 3, "groups_per_mini_batch": 3}
     settings |= {"tokens_per_micro_batch": 48, "num_epochs": 4, "save_every_updates": 2}
     settings |= {"kl_loss_coef": 0.1, "record_tokens": "none"}
     one = train(game, tmp_path / "one", **settings)
@@ -175,7 +148,7 @@ def test_sharded_parameters_train_on_pictures_as_one_process_does(
     with server.process:
         server.train(config | {"max_updates": 2}, sharded="by Accelerate")
         server.train(config, sharded="by Accelerate", resume=True)
-    two = lines(tmp_path / "two")
+    two = metrics_of(tmp_path / "two")
     assert [line["num_micro_batches"] for line in two] == [4] * 4
     for name in ("loss", "grad_norm", "policy_entropy", "policy_kl"):
         values = [[line[name] for line in run] for run in (one, two)]
@@ -196,7 +169,7 @@ def test_sharded_parameters_train_on_pictures_as_one_process_does(
 
 
 @pytest.mark.slow
-def test_a_run_with_adapters_resumes_on_pictures_bit_for_bit(tmp_path: Path) -> None:
+def test_a_run_with_adapters_resumes_on_pictures_bit_for_bit(tmp_path):
     game = Screens("qwen2_5_vl", tmp_path)
     game.write()
     settings = {"num_epochs": 2, "lora_rank": 2, "save_every_updates": 1, "record_tokens": "none"}
@@ -212,7 +185,7 @@ def test_a_run_with_adapters_resumes_on_pictures_bit_for_bit(tmp_path: Path) -> 
         **settings,
     )
     trainer.train(config, resume=True)
-    both = lines(tmp_path / "half")
+    both = metrics_of(tmp_path / "half")
     assert len(first) == 2
     assert [line["loss"] for line in both] == [line["loss"] for line in whole]
     saved = [
@@ -227,9 +200,7 @@ def test_a_run_with_adapters_resumes_on_pictures_bit_for_bit(tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl"])
 @pytest.mark.parametrize("has_weights", [True, False])
-def test_a_dry_run_counts_shared_screens_once(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], *, has_weights: bool
-) -> None:
+def test_a_dry_run_counts_shared_screens_once(kind, tmp_path, capsys, *, has_weights):
     game = Screens(kind, tmp_path)
     dataset = game.write()
     if not has_weights:
@@ -241,7 +212,7 @@ def test_a_dry_run_counts_shared_screens_once(
     assert tokens[0] > tokens[1] > tokens[2]
 
 
-def without_last_placeholder(rows: Rows, _: Screens) -> None:
+def without_last_placeholder(rows, _):
     for row in rows:
         for name in ("prompt_token_ids",):
             row[name] = row[name][:4] + row[name][5:]
@@ -250,24 +221,24 @@ def without_last_placeholder(rows: Rows, _: Screens) -> None:
         row["pictures"][0]["length"] -= 1
 
 
-def unknown(rows: Rows, _: Screens) -> None:
+def unknown(rows, _):
     rows[1]["pictures"][0] |= {"start": None, "length": None}
 
 
-def not_stored(rows: Rows, _: Screens) -> None:
+def not_stored(rows, _):
     rows[1]["pictures"][0]["sha256"] = None
 
 
-def stray(rows: Rows, _: Screens) -> None:
+def stray(rows, _):
     rows[2]["response_ids"] = [SHOWS]
 
 
-def other_placeholder(rows: Rows, _: Screens) -> None:
+def other_placeholder(rows, _):
     for row in rows:
         row["prompt_token_ids"] = [59 if t == SHOWS else t for t in row["prompt_token_ids"]]
 
 
-def trained(rows: Rows, _: Screens) -> None:
+def trained(rows, _):
     row = rows[0]
     row["response_ids"] = row["prompt_token_ids"][-12:] + row["response_ids"]
     row["prompt_token_ids"] = row["prompt_token_ids"][:-12]
@@ -275,39 +246,39 @@ def trained(rows: Rows, _: Screens) -> None:
     row["rollout_logprobs"] = [-1.0] * len(row["response_ids"])
 
 
-def missing(_: Rows, game: Screens) -> None:
+def missing(_, game):
     store = Blobs.of(game.dataset)
     store.remove([digest("tall")])
 
 
-def changed(_: Rows, game: Screens) -> None:
+def changed(_, game):
     file = Path(Blobs.of(game.dataset).files[digest("tall")])
     file.write_bytes(file.read_bytes() + b"0")
 
 
-def shows(content: bytes, rows: Rows, game: Screens) -> None:
+def shows(content, rows, game):
     name = Blobs.of(game.dataset).add(content)
     for row in rows:
         row["pictures"][0]["sha256"] = name
 
 
-def shows_text(rows: Rows, game: Screens) -> None:
+def shows_text(rows, game):
     shows(b"no picture", rows, game)
 
 
-def shows_a_line(rows: Rows, game: Screens) -> None:
+def shows_a_line(rows, game):
     shows(encoded(Image.new("RGB", (1, 300))), rows, game)
 
 
-def without_processor(_: Rows, game: Screens) -> None:
+def without_processor(_, game):
     (Path(game.model) / "preprocessor_config.json").unlink()
 
 
-def text_model(_: Rows, game: Screens) -> None:
+def text_model(_, game):
     game.model = save_tiny_model(game.dataset.parent / "text", vocab_size=64)
 
 
-BAD: dict[Any, str] = {
+BAD = {
     without_last_placeholder: "picture_tokens",
     unknown: "picture_unknown",
     not_stored: "picture_unknown",
@@ -324,9 +295,7 @@ BAD: dict[Any, str] = {
 
 
 @pytest.mark.parametrize("change", [pytest.param(one, id=one.__name__) for one in BAD])
-def test_a_picture_that_cannot_be_shown_as_it_was_stops_a_run_before_it_writes(
-    change: Any, tmp_path: Path
-) -> None:
+def test_a_picture_that_cannot_be_shown_as_it_was_stops_a_run_before_it_writes(change, tmp_path):
     game = Screens("qwen2_5_vl", tmp_path)
     store_pictures(game.dataset)
     change(game.rows, game)
@@ -337,7 +306,7 @@ def test_a_picture_that_cannot_be_shown_as_it_was_stops_a_run_before_it_writes(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_tokens_alone_train_if_the_user_says_so(tmp_path: Path) -> None:
+def test_the_tokens_alone_train_if_the_user_says_so(tmp_path):
     game = Screens("gemma3", tmp_path)
     unknown(game.rows, game)
     game.write()

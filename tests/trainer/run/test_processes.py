@@ -5,10 +5,8 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -19,11 +17,12 @@ from safetensors.torch import load_file
 import rollout_io
 from schemas.errors import RolloutError
 from tests.helpers.configs import train_config
-from tests.helpers.process_client import Server
 from tests.helpers.trainer_helpers import (
+    check_same_checkpoints,
     gradient_of_update,
     group_rows,
     make_batch,
+    metrics_of,
     relative_difference,
     save_tiny_model,
     step,
@@ -51,7 +50,7 @@ GAE = {
     "kl_horizon": 20,
 }
 MINE = "tests.helpers.own_functions"
-RUNS: dict[str, dict[str, Any]] = {
+RUNS = {
     "token_mean": {"kl_loss_coef": 0.1},
     "prompt_mean": {
         "reduction": "prompt_mean",
@@ -72,7 +71,6 @@ RUNS: dict[str, dict[str, Any]] = {
         "reduction": f"{MINE}:trajectory_mean",
     },
 }
-Alone = Callable[[str], Path]
 OFTEN = (
     "token_mean",
 )  # sharded parameters train with "gae"; the others are tested with one process
@@ -80,14 +78,7 @@ DEPENDING = {"seconds", "tokens_per_s", "num_micro_batches", "repeated_share"}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("server"))
-    with server.process:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def paths(tmp_path_factory):
     """Five scattered groups: three equal, one with a long row, one row alone; and a failed one."""
     folder, rng = tmp_path_factory.mktemp("start"), np.random.default_rng(1)
     sampled = {"rollout_logprobs": [-3.0] * 4}
@@ -109,20 +100,20 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def alone(paths: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Alone:
+def alone(paths, tmp_path_factory):
     """A run by one process, which is made once."""
     folder = tmp_path_factory.mktemp("alone")
 
     @cache
-    def run(name: str) -> Path:
+    def run(name):
         train(train_config(**paths, **COMMON, **RUNS[name], out=str(folder / name)))
         return folder / name
 
     return run
 
 
-def lines_of(out: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+def lines_of(out):
+    lines = metrics_of(out)
     trees = {"num_forwarded_tokens"} if "repeated_share" in lines[0] else set()
     return [
         {k: -1.0 if v is None else v for k, v in line.items() if k not in DEPENDING | trees}
@@ -130,7 +121,7 @@ def lines_of(out: Path) -> list[dict[str, Any]]:
     ]
 
 
-def check_same_run(out: Path, expected: Path) -> None:
+def check_same_run(out, expected):
     """Metrics to 1e-4, the checkpoints' files and tensors, and how far the weights moved."""
     lines, wanted = lines_of(out), lines_of(expected)
     assert len(lines) == len(wanted) == 12
@@ -138,18 +129,10 @@ def check_same_run(out: Path, expected: Path) -> None:
         assert line == pytest.approx(other, rel=1e-4, abs=1e-6)
         assert list(line) == list(other)
     check_same_tokens(out, expected)
-    folders = [path / "checkpoints" for path in (out, expected)]
-    names = [{str(p.relative_to(folder)) for p in folder.rglob("*")} for folder in folders]
-    assert names[0] == names[1]
-    for name in sorted(n for n in names[0] if n.endswith(".safetensors")):
-        found, other = (load_file(folder / name) for folder in folders)
-        assert {k: v.shape for k, v in found.items()} == {k: v.shape for k, v in other.items()}
-        for key, tensor in other.items():
-            if tensor.isfinite().all() and tensor.any():
-                assert relative_difference(found[key].double(), tensor.double()) < 1e-4, key
+    check_same_checkpoints(out, expected)
 
 
-def check_same_tokens(out: Path, expected: Path) -> None:
+def check_same_tokens(out, expected):
     """The same rows and targets, and their values to 1e-4."""
     files = sorted(path.relative_to(expected) for path in (expected / "tokens").iterdir())
     assert files == sorted(path.relative_to(out) for path in (out / "tokens").iterdir())
@@ -166,9 +149,7 @@ def check_same_tokens(out: Path, expected: Path) -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in OFTEN else pytest.mark.slow) for n in RUNS]
 )
-def test_a_run_of_two_processes_is_that_of_one(
-    name: str, server: Server, paths: dict[str, str], alone: Alone, tmp_path: Path
-) -> None:
+def test_a_run_of_two_processes_is_that_of_one(name, server, paths, alone, tmp_path):
     server.train({**paths, **COMMON, **RUNS[name], "out": str(tmp_path / "run")})
     check_same_run(tmp_path / "run", alone(name))
     assert "2 processes" in server.said()[0]
@@ -180,8 +161,8 @@ def test_a_run_of_two_processes_is_that_of_one(
     "sharded", ["directly", pytest.param("by Accelerate", marks=pytest.mark.nightly)]
 )
 def test_a_run_with_sharded_parameters_is_that_of_one_process(
-    sharded: str, server: Server, paths: dict[str, str], alone: Alone, tmp_path: Path
-) -> None:
+    sharded, server, paths, alone, tmp_path
+):
     config = {**paths, **COMMON, **GAE, "out": str(tmp_path / "run")}
     server.train(config | {"max_updates": 4}, sharded=sharded)
     server.train(config, sharded=sharded, resume=True)
@@ -189,9 +170,7 @@ def test_a_run_with_sharded_parameters_is_that_of_one_process(
 
 
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_the_gradient_of_sharded_parameters_is_that_of_whole_ones(
-    server: Server, tmp_path: Path, *, tied: bool
-) -> None:
+def test_the_gradient_of_sharded_parameters_is_that_of_whole_ones(server, tmp_path, *, tied):
     rows = [([1, 2, 3], [4, 5], [True, True]), ([7] * 20, [8, 9, 10], [True, False, True])]
     job = {"rows": rows, "tied": tied, "budget": 24, "file": str(tmp_path / "gradient")}
     server.start(**job)
@@ -206,9 +185,7 @@ def test_the_gradient_of_sharded_parameters_is_that_of_whole_ones(
     assert norm == pytest.approx(float(expected.norm()), rel=1e-5)
 
 
-def test_sharded_weights_with_adapters_are_given_to_an_engine_as_whole_ones(
-    server: Server, tmp_path: Path
-) -> None:
+def test_sharded_weights_with_adapters_are_given_to_an_engine_as_whole_ones(server, tmp_path):
     server.start(weights=str(tmp_path))
     assert server.answer() == [0, 0], server.said()
     files = sorted(tmp_path.glob("*.safetensors"))
@@ -222,8 +199,8 @@ def test_sharded_weights_with_adapters_are_given_to_an_engine_as_whole_ones(
 
 @pytest.mark.slow
 def test_a_run_of_two_processes_that_is_killed_goes_on_with_one_and_with_two(
-    server: Server, paths: dict[str, str], alone: Alone, tmp_path: Path
-) -> None:
+    server, paths, alone, tmp_path
+):
     config = {**paths, **COMMON, **GAE, "out": str(tmp_path / "run")}
     ranks = server.start(config=config)
     latest = tmp_path / "run" / "checkpoints" / "latest"
@@ -241,24 +218,24 @@ def test_a_run_of_two_processes_that_is_killed_goes_on_with_one_and_with_two(
         check_same_run(out, alone("gae"))
 
 
-def zeroed(checkpoint: Path) -> None:
+def zeroed(checkpoint):
     path = checkpoint / "model.safetensors"
     content = bytearray(path.read_bytes())
     content[-4096:] = bytes(4096)
     path.write_bytes(content)
 
 
-def edited(checkpoint: Path) -> None:
+def edited(checkpoint):
     path = checkpoint / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 1e-3}))
 
 
-def of_another_step(checkpoint: Path) -> None:
+def of_another_step(checkpoint):
     other = checkpoint.with_name("global_step_2") / "state" / "optimizer.safetensors"
     shutil.copyfile(other, checkpoint / "state" / "optimizer.safetensors")
 
 
-TAMPERINGS: dict[str, tuple[Callable[[Path], None], str]] = {
+TAMPERINGS = {
     "weights": (zeroed, "model.safetensors"),
     "configuration of the model": (edited, "config.json"),
     "optimizer": (of_another_step, "optimizer.safetensors"),
@@ -266,9 +243,7 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.fixture(scope="module")
-def stopped(
-    server: Server, paths: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def stopped(server, paths, tmp_path_factory):
     """A run of two processes with checkpoints of updates 2 and 4."""
     out = tmp_path_factory.mktemp("stopped") / "run"
     config = {**paths, **COMMON, "out": str(out), "save_every_updates": 2, "max_updates": 4}
@@ -276,7 +251,7 @@ def stopped(
     return out
 
 
-def check_refused(server: Server, config: dict[str, Any], message: str, rule: str) -> None:
+def check_refused(server, config, message, rule):
     """Both processes end with the same error, before anything is written."""
     out = Path(config["out"])
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
@@ -291,8 +266,8 @@ def check_refused(server: Server, config: dict[str, Any], message: str, rule: st
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TAMPERINGS)
 def test_a_checkpoint_that_was_tampered_with_is_refused_by_every_process(
-    name: str, server: Server, paths: dict[str, str], stopped: Path, tmp_path: Path
-) -> None:
+    name, server, paths, stopped, tmp_path
+):
     tamper, file = TAMPERINGS[name]
     out = shutil.copytree(stopped, tmp_path / "run")
     tamper(out / "checkpoints" / "global_step_4")
@@ -302,9 +277,7 @@ def test_a_checkpoint_that_was_tampered_with_is_refused_by_every_process(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changed", ["rollout_logprobs", "prompt_token_ids", "reward"])
-def test_a_changed_dataset_is_refused_by_every_process(
-    changed: str, server: Server, paths: dict[str, str], stopped: Path, tmp_path: Path
-) -> None:
+def test_a_changed_dataset_is_refused_by_every_process(changed, server, paths, stopped, tmp_path):
     out = shutil.copytree(stopped, tmp_path / "run")
     rows = rollout_io.read(paths["dataset"]).to_pylist()
     values = {"reward": 0.25, "rollout_logprobs": [-2.0] * 4}
@@ -320,9 +293,7 @@ def test_a_changed_dataset_is_refused_by_every_process(
         shutil.move(kept, dataset)
 
 
-def test_an_error_of_the_user_ends_every_process_and_is_said_once(
-    server: Server, paths: dict[str, str], alone: Alone
-) -> None:
+def test_an_error_of_the_user_ends_every_process_and_is_said_once(server, paths, alone):
     command = ["train", paths["dataset"], "--model", paths["model"], "--out", str(alone("gae"))]
     server.start(command=command)
     assert server.answer() == [1, 1]
@@ -333,8 +304,8 @@ def test_an_error_of_the_user_ends_every_process_and_is_said_once(
 
 @pytest.mark.slow
 def test_what_the_main_process_cannot_write_ends_every_process_with_one_message(
-    server: Server, paths: dict[str, str], tmp_path: Path
-) -> None:
+    server, paths, tmp_path
+):
     (tmp_path / "file").touch()
     out = str(tmp_path / "file" / "run")
     given = ["--model", paths["model"], "--out", out, "--set", "data.partial_groups=train"]
@@ -367,9 +338,7 @@ def test_what_the_main_process_cannot_write_ends_every_process_with_one_message(
         ),
     ],
 )
-def test_a_launch_that_cannot_be_had_is_refused(
-    environment: dict[str, str], said: str, server: Server, paths: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_launch_that_cannot_be_had_is_refused(environment, said, server, paths, tmp_path):
     given = ["--out", str(tmp_path / "run"), "--set", "data.partial_groups=train"]
     command = ["train", paths["dataset"], "--model", paths["model"], *given]
     server.start(command=command, environment=environment)
@@ -379,9 +348,7 @@ def test_a_launch_that_cannot_be_had_is_refused(
 
 
 @pytest.mark.slow
-def test_processes_that_do_not_know_of_each_other_are_refused(
-    paths: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_that_do_not_know_of_each_other_are_refused(paths, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RolloutError, match="WORLD_SIZE is 2 without RANK"):
         train(train_config(**paths, **COMMON, out=str(tmp_path / "run")))
@@ -389,9 +356,7 @@ def test_processes_that_do_not_know_of_each_other_are_refused(
 
 
 @pytest.mark.slow
-def test_what_one_process_alone_cannot_read_is_an_error_of_all(
-    server: Server, paths: dict[str, str], tmp_path: Path
-) -> None:
+def test_what_one_process_alone_cannot_read_is_an_error_of_all(server, paths, tmp_path):
     config = {**paths, **COMMON, "out": str(tmp_path / "run")}
     server.start(config=config, **{"rank 1": {"model": "elsewhere"}})
     assert server.answer() == [3, 3]
@@ -401,9 +366,7 @@ def test_what_one_process_alone_cannot_read_is_an_error_of_all(
 
 
 @pytest.mark.slow
-def test_a_loss_of_the_users_that_fails_in_one_process_ends_every_one(
-    server: Server, paths: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_loss_of_the_users_that_fails_in_one_process_ends_every_one(server, paths, tmp_path):
     given = ["--model", paths["model"], "--out", str(tmp_path / "run")]
     given += ["--set", "data.partial_groups=train", "--set", "batch.tokens_per_micro_batch=45"]
     given += ["--set", f"loss.policy_loss_type={MINE}:fails_on_rank_1"]

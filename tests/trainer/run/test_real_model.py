@@ -1,8 +1,5 @@
 """The layouts agree on a real model and real logs: SmolLM2-135M-Instruct, calls made by vLLM."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import numpy as np
 import polars as pl
 import pytest
@@ -19,11 +16,10 @@ from tests.helpers.trainer_helpers import (
     relative_difference,
     run_of,
 )
-from trainer.batch import Batch
-from trainer.batches.plan import Plan, make_plan
+from trainer.batches.plan import make_plan
 from trainer.config.sections import BatchConfig
 from trainer.loss import policy_logprobs
-from trainer.models.policy import Policy, load_policy
+from trainer.models.policy import load_policy
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
@@ -32,7 +28,7 @@ GROUPS_OF_GRADIENT = ("shop-5", "shop-7")
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(30, marks=pytest.mark.nightly)])
-def policy(request: pytest.FixtureRequest, smollm2_dir: Path) -> Policy:
+def policy(request, smollm2_dir):
     """With its first layers, or with all 30."""
     policy = load_policy(str(smollm2_dir), logprob_chunk_tokens=256)
     del policy.model.base_model.layers[request.param :]
@@ -40,25 +36,23 @@ def policy(request: pytest.FixtureRequest, smollm2_dir: Path) -> Policy:
 
 
 @pytest.fixture(scope="module")
-def rollouts(shop_dataset: Path) -> pl.LazyFrame:
+def rollouts(shop_dataset):
     return rollout_io.scan(str(shop_dataset))
 
 
-def planned(rollouts: pl.LazyFrame, outcome: str) -> Plan:
+def planned(rollouts, outcome):
     config = train_config(dataset="d", model="m", out="o", failed="trajectory")
     return make_plan(pipelines.trajectory_returns(rollouts, outcome).collect(), config)
 
 
-def steps_of(batch: Batch) -> Iterator[tuple[list[int], list[int], list[bool]]]:
+def steps_of(batch):
     for row in range(len(batch.names)):
         response = batch.responses.row(row).tolist()
         yield batch.prompts.row(row).tolist(), response, [True] * len(response)
 
 
 @torch.no_grad()
-def test_logprobs_of_both_layouts_are_those_of_one_plain_forward_per_step(
-    policy: Policy, rollouts: pl.LazyFrame
-) -> None:
+def test_logprobs_of_both_layouts_are_those_of_one_plain_forward_per_step(policy, rollouts):
     styles = rollouts.filter(pl.col("instance_id").is_in(GROUPS_OF_ALL_STYLES)).select("style")
     assert set(styles.collect()["style"]) == {"append", "strip", "summary", "subagent"}
     plan = planned(rollouts, "last")
@@ -78,7 +72,7 @@ def test_logprobs_of_both_layouts_are_those_of_one_plain_forward_per_step(
         assert float((found - wanted).abs().max()) < 1e-4
 
 
-def order_of_merged_steps(rollouts: pl.LazyFrame) -> list[int]:
+def order_of_merged_steps(rollouts):
     """The steps as they lie in the merged rows, where sub-agents have rows of their own."""
     rows = rollouts.filter(pl.col("instance_id").is_in(GROUPS_OF_ALL_STYLES)).with_row_index()
     merged = pipelines.merge(rows).select("index", "segments").collect().to_dicts()
@@ -86,9 +80,7 @@ def order_of_merged_steps(rollouts: pl.LazyFrame) -> list[int]:
 
 
 @pytest.mark.nightly  # on every change with tiny models: tests/trainer/run/test_update.py
-def test_gradient_is_the_same_for_layouts_and_budgets_when_inner_steps_earn(
-    policy: Policy, rollouts: pl.LazyFrame
-) -> None:
+def test_gradient_is_the_same_for_layouts_and_budgets_when_inner_steps_earn(policy, rollouts):
     earning = rollouts.with_columns(reward=pl.col("response_ids").list.len() / 100.0)
     plan = planned(earning, "sum")
     steps, merged = (

@@ -4,9 +4,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,36 +20,52 @@ from rollout_io.retokenize.tokenizer import load_tokenizer, template_fingerprint
 from schemas.columns import arrow_schema
 from schemas.metadata import DatasetMetadata
 from tests.helpers.configs import train_config
-from tests.helpers.trainer_helpers import VOCAB, group_rows, save_tiny_model, write_dataset
+from tests.helpers.trainer_helpers import (
+    VOCAB,
+    group_rows,
+    metrics_of,
+    write_dataset,
+)
 from trainer.run.same_tokenizer import check_tokenizers
 
-Rows = list[dict[str, Any]]
-DRY_RUN = pytest.mark.parametrize("dry_run", [False, True], ids=["train", "dry_run"])
 
-
-def rows_of(num_groups: int = 2, rewards: tuple[float, ...] = (1.0, 0.0), **values: Any) -> Rows:
+def rows_of(num_groups=2, rewards=(1.0, 0.0), **values):
     return group_rows(num_groups, rewards, **values)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
+def train(dataset, model, out, settings="", *options):
+    settings = [part for text in settings.split() for part in ("--set", text)]
+    return main(["train", dataset, "--model", str(model), "--out", str(out), *settings, *options])
 
 
-def train(dataset: str, model: str, out: Path, settings: str = "", *, dry_run: bool) -> int:
-    given = [part for text in settings.split() for part in ("--set", text)]
-    command = ["train", dataset, "--model", model, "--out", str(out), *given]
-    return main([*command, "--dry-run"] if dry_run else command)
+@pytest.fixture
+def refuses(model, tmp_path, capfd):
+    """Asserts that a run is refused with these words, as its dry run is, and nothing written."""
+
+    def check(dataset, *words, settings="", model=model, resume=()):
+        before = sorted(tmp_path.rglob("*"))
+        for options in ([], ["--dry-run"]):
+            if resume:
+                assert main([*resume, *options]) == 1
+            else:
+                assert train(dataset, model, tmp_path / "run", settings, *options) == 1
+            printed = capfd.readouterr()
+            assert printed.out == ""
+            assert len(re.findall("^Error: ", printed.err, re.MULTILINE)) == 1
+            assert [word for word in words if word not in printed.err] == []
+            assert sorted(tmp_path.rglob("*")) == before
+
+    return check
 
 
-def with_row(**changes: Any) -> Rows:
+def with_row(**changes):
     rows = rows_of()
     rows[1] |= changes
     return rows
 
 
 SAMPLED = {"rollout_logprobs": [-1.0] * 4}
-REFUSALS: dict[str, tuple[Rows, str, tuple[str, ...]]] = {
+REFUSALS = {
     "a token beyond the vocabulary": (
         with_row(response_ids=[VOCAB] * 4),
         "",
@@ -97,10 +111,7 @@ REFUSALS: dict[str, tuple[Rows, str, tuple[str, ...]]] = {
     "rewards of zero alone": (
         rows_of(rewards=(0.0, 0.0)),
         "",
-        (
-            "[zero_advantages]",
-            "--set loss.policy_loss_type=cross_entropy imitates rows",
-        ),
+        ("[zero_advantages]", "--set loss.policy_loss_type=cross_entropy imitates rows"),
     ),
     "partial groups of equal rewards": (
         rows_of(rewards=(1.0, 1.0))[:-2],
@@ -140,20 +151,15 @@ REFUSALS: dict[str, tuple[Rows, str, tuple[str, ...]]] = {
 }
 
 
-@DRY_RUN
 @pytest.mark.parametrize("name", REFUSALS)
-def test_a_dataset_that_cannot_train_is_refused_before_anything_is_written(
-    name: str, model: str, tmp_path: Path, capfd: Any, *, dry_run: bool
-) -> None:
-    rows, settings, parts = REFUSALS[name]
+def test_a_dataset_that_cannot_train_is_refused_before_anything_is_written(name, refuses, tmp_path):
+    rows, settings, words = REFUSALS[name]
     dataset = write_dataset(tmp_path / "ds", rows, logprobs_mode="raw")
-    refused(
-        lambda out: train(dataset, model, out, settings, dry_run=dry_run), tmp_path, capfd, parts
-    )
+    refuses(dataset, *words, settings=settings)
 
 
 NAN, INF = float("nan"), float("inf")
-INVARIANTS: list[tuple[str, Rows]] = [
+INVARIANTS = [
     ("contiguous_trajectory", [rows_of()[i] for i in (0, 2, 1, 3, 4, 5, 6, 7)]),
     ("step_index_sequence", with_row(step_index=0)),
     ("unique_trajectory", with_row(instance_id="g1")),
@@ -176,45 +182,36 @@ INVARIANTS: list[tuple[str, Rows]] = [
 """Rows that break an invariant, and no other before it."""
 
 
-@DRY_RUN
-@pytest.mark.parametrize("number", range(len(INVARIANTS)))
+@pytest.mark.parametrize(("rule", "rows"), INVARIANTS)
 def test_a_dataset_that_breaks_an_invariant_is_refused_before_anything_is_written(
-    number: int, model: str, tmp_path: Path, capfd: Any, *, dry_run: bool
-) -> None:
-    rule, rows = INVARIANTS[number]
+    rule, rows, refuses, tmp_path
+):
     names = tuple({name for row in rows for name in row})
     (tmp_path / "ds").mkdir()  # the writer refuses such rows
     table = pa.Table.from_pylist(rows, schema=arrow_schema(names))
     pq.write_table(table, tmp_path / "ds" / "part-00000.parquet")
-    assert train(str(tmp_path / "ds"), model, tmp_path / "run", dry_run=dry_run) == 1
-    assert f"[{rule}]" in capfd.readouterr().err
-    assert not (tmp_path / "run").exists()
+    refuses(str(tmp_path / "ds"), f"[{rule}]")
 
 
-@DRY_RUN
-@pytest.mark.parametrize("loss", ["regular", "rollout_is"])
-@pytest.mark.parametrize("mode", ["raw", "processed", None])
+@pytest.mark.parametrize(
+    ("mode", "loss"), [("raw", "regular"), (None, "rollout_is"), ("processed", "rollout_is")]
+)
 def test_raw_log_probabilities_of_a_distribution_that_was_changed_are_refused(
-    mode: Any, loss: str, model: str, tmp_path: Path, capfd: Any, *, dry_run: bool
-) -> None:
+    mode, loss, refuses, model, tmp_path
+):
     rows = rows_of(**SAMPLED, sampling_extra=None)
     rows[2]["sampling_extra"] = '{"repetition_penalty":1.1}'
     dataset = write_dataset(tmp_path / "ds", rows, logprobs_mode=mode)
     settings = f"loss.policy_loss_type={loss}"
     if mode == "processed":
-        assert train(dataset, model, tmp_path / "run", settings, dry_run=dry_run) == 0
+        assert train(dataset, model, tmp_path / "run", settings) == 0
         return
-    said = (
-        "Error: trajectory 'g0_1', row 0: ",
-        f"not from the sampled distribution (logprobs_mode {mode or 'unknown'}, ",
-        'repetition_penalty":1.1',
-    )
-    refused(
-        lambda out: train(dataset, model, out, settings, dry_run=dry_run), tmp_path, capfd, said
-    )
+    shown = f"not from the sampled distribution (logprobs_mode {mode or 'unknown'}, "
+    words = ("trajectory 'g0_1', row 0: ", shown, 'repetition_penalty":1.1')
+    refuses(dataset, *words, settings=settings)
 
 
-def write_generated(path: Path, rows: Rows, config: Any, mode: Any) -> str:
+def write_generated(path, rows, config, mode):
     metadata = DatasetMetadata(logprobs_mode=mode).made("generate", config=config)
     table = rollout_io.read(write_dataset(path.with_name("plain"), rows))
     with rollout_io.RolloutWriter(path, metadata=metadata) as writer:
@@ -222,110 +219,81 @@ def write_generated(path: Path, rows: Rows, config: Any, mode: Any) -> str:
     return str(path)
 
 
-@DRY_RUN
-@pytest.mark.parametrize("settings", ["", "data.sampling_defaults=model"])
-@pytest.mark.parametrize("mode", ["raw", "processed", None])
+TRUNCATED = {"min_p": 0.1}, '{"min_p":0.1}'
+CHANGED = {"min_p": 0.0, "sampling_extra": {"bad_words": ["a"]}}, '{"bad_words":["a"]}'
+
+
 @pytest.mark.parametrize(
-    ("generated", "extra"),
+    ("sampled", "mode", "settings"),
     [
-        ({"min_p": 0.1}, '{"min_p":0.1}'),
-        ({"min_p": 0.0, "sampling_extra": {"bad_words": ["a"]}}, '{"bad_words":["a"]}'),
+        (TRUNCATED, "raw", ""),
+        (TRUNCATED, "processed", "data.sampling_defaults=model"),
+        (CHANGED, "raw", "data.sampling_defaults=model"),
+        (CHANGED, "processed", ""),
+        (CHANGED, None, ""),
     ],
 )
 def test_the_history_says_what_a_dataset_without_the_column_was_sampled_with(
-    generated: Any,
-    extra: str,
-    mode: Any,
-    settings: str,
-    model: str,
-    tmp_path: Path,
-    capfd: Any,
-    *,
-    dry_run: bool,
-) -> None:
-    dataset = write_generated(tmp_path / "ds", rows_of(**SAMPLED), generated, mode)
-    truncates = "min_p" in extra
-    if mode == "processed" and not truncates:
-        assert train(dataset, model, tmp_path / "run", settings, dry_run=dry_run) == 0
+    sampled, mode, settings, refuses, model, tmp_path
+):
+    config, extra = sampled
+    dataset = write_generated(tmp_path / "ds", rows_of(**SAMPLED), config, mode)
+    if (sampled, mode) == (CHANGED, "processed"):
+        assert train(dataset, model, tmp_path / "run", settings) == 0
         return
-    said = (
-        "Error: trajectory 'g0_0', row 0 (the first of 8): ",
+    words = (
+        "trajectory 'g0_0', row 0 (the first of 8): ",
         "cover only the tokens that truncation kept"
         if mode == "processed"
         else "not from the sampled distribution",
         f" (logprobs_mode {mode or 'unknown'}, ",
         f", {extra}",
-        "pass --set loss.tis_ratio_type=none to train without the correction",
-        "record usable ones: vLLM's --logprobs-mode processed_logprobs, and with truncation",
+        "pass --set loss.tis_ratio_type=none",
         "with a top_k of at most 20",
     )
-    refused(
-        lambda out: train(dataset, model, out, settings, dry_run=dry_run), tmp_path, capfd, said
-    )
+    refuses(dataset, *words, settings=settings)
 
 
-@DRY_RUN
 @pytest.mark.parametrize(
-    ("column", "generated"),
+    ("column", "config"),
     [
         ({}, {"min_p": 0.0, "sampling_extra": {"ignore_eos": True, "repetition_penalty": 1.0}}),
         ({"sampling_extra": None}, {"min_p": 0.1}),
     ],
 )
 def test_a_history_that_changed_nothing_or_that_the_column_denies_refuses_nothing(
-    column: Any, generated: Any, model: str, tmp_path: Path, *, dry_run: bool
-) -> None:
+    column, config, model, tmp_path
+):
     rows = rows_of(**SAMPLED, **column)
-    dataset = write_generated(tmp_path / "ds", rows, generated, "raw")
-    assert train(dataset, model, tmp_path / "run", dry_run=dry_run) == 0
+    dataset = write_generated(tmp_path / "ds", rows, config, "raw")
+    assert train(dataset, model, tmp_path / "run", "", "--dry-run") == 0
+    assert train(dataset, model, tmp_path / "run") == 0
 
 
-@DRY_RUN
-@pytest.mark.parametrize("settings", ["", "model.lora_rank=4"])
-@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(("nested", "settings"), [(False, ""), (True, "model.lora_rank=4")])
 def test_a_quantised_model_is_refused_before_it_is_loaded(
-    model: str, tmp_path: Path, capfd: Any, *, nested: bool, settings: str, dry_run: bool
-) -> None:
+    nested, settings, refuses, model, tmp_path
+):
     quantised = Path(shutil.copytree(model, tmp_path / "quantised"))
     config = json.loads((quantised / "config.json").read_text())
     method = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
     config |= {"text_config": method} if nested else method
     (quantised / "config.json").write_text(json.dumps(config))
     dataset = write_dataset(tmp_path / "ds", rows_of())
-    said = (
-        "the weights are quantised (quantization_config, bitsandbytes)",
-        "[model_quantised]",
-        "model.dequantize()",
-    )
-    refused(
-        lambda out: train(dataset, str(quantised), out, settings, dry_run=dry_run),
-        tmp_path,
-        capfd,
-        said,
-    )
+    words = ("(quantization_config, bitsandbytes)", "[model_quantised]", "model.dequantize()")
+    refuses(dataset, *words, settings=settings, model=quantised)
 
 
-def refused(run: Callable[[Path], int], folder: Path, capfd: Any, parts: tuple[str, ...]) -> None:
-    before = sorted(folder.rglob("*"))
-    assert run(folder / "run") == 1
-    printed = capfd.readouterr()
-    assert printed.out == ""
-    assert len(re.findall("^Error: ", printed.err, re.MULTILINE)) == 1
-    assert [part for part in parts if part not in printed.err] == []
-    assert sorted(folder.rglob("*")) == before
-
-
-@DRY_RUN
 @pytest.mark.parametrize("coefficient", ["loss.entropy_loss_coef", "loss.kl_loss_coef"])
-def test_zero_advantages_train_where_another_term_has_a_gradient(
-    coefficient: str, model: str, tmp_path: Path, *, dry_run: bool
-) -> None:
+def test_zero_advantages_train_where_another_term_has_a_gradient(coefficient, model, tmp_path):
     dataset = write_dataset(tmp_path / "ds", rows_of(rewards=(1.0, 1.0)))
-    assert train(dataset, model, tmp_path / "run", f"{coefficient}=0.1", dry_run=dry_run) == 0
-    assert (tmp_path / "run").exists() is not dry_run
+    settings = f"{coefficient}=0.1"
+    assert train(dataset, model, tmp_path / "run", settings, "--dry-run") == 0
+    assert not (tmp_path / "run").exists()
+    assert train(dataset, model, tmp_path / "run", settings) == 0
 
 
-@DRY_RUN
+@pytest.mark.parametrize("options", [[], ["--dry-run"]])
 @pytest.mark.parametrize(
     ("rows", "settings", "warning"),
     [
@@ -337,8 +305,7 @@ def test_zero_advantages_train_where_another_term_has_a_gradient(
         (
             rows_of(),
             "loss.policy_loss_type=gspo batch.sequence_layout=step loss.reduction=sequence_mean",
-            "warning: trajectories (4) are split into rows (8), which changes the effect of settings that"
-            " work per row (policy_loss_type gspo",
+            "work per row (policy_loss_type gspo",
         ),
         (
             rows_of(**SAMPLED),
@@ -349,22 +316,15 @@ def test_zero_advantages_train_where_another_term_has_a_gradient(
     ],
 )
 def test_what_trains_otherwise_than_one_may_think_is_said_before_the_first_update(
-    rows: Rows,
-    settings: str,
-    warning: str,
-    model: str,
-    tmp_path: Path,
-    capfd: Any,
-    *,
-    dry_run: bool,
-) -> None:
+    rows, settings, warning, options, model, tmp_path, capfd
+):
     dataset = write_dataset(tmp_path / "ds", rows)
-    assert train(dataset, model, tmp_path / "run", settings, dry_run=dry_run) == 0
+    assert train(dataset, model, tmp_path / "run", settings, *options) == 0
     before_updates, _, _ = capfd.readouterr().err.partition("update 1 of")
     assert before_updates.count(warning) == 1
 
 
-def save_tokenizer(path: Path, *words: str, chat_template: str | None = None) -> None:
+def save_tokenizer(path, *words, chat_template=None):
     vocab = {word: number for number, word in enumerate(("user", "[UNK]", *words))}
     backend = Tokenizer(WordLevel(vocab, unk_token="[UNK]"))
     PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=chat_template).save_pretrained(
@@ -373,7 +333,7 @@ def save_tokenizer(path: Path, *words: str, chat_template: str | None = None) ->
 
 
 @pytest.fixture
-def recorded(model: str, tmp_path: Path) -> tuple[str, Path]:
+def recorded(model, tmp_path):
     """A dataset that knows its tokenizer, and a copy of the model for one."""
     save_tokenizer(tmp_path / "tokenizer", "a", chat_template="{{ messages }}")
     tokenizer = load_tokenizer(tmp_path / "tokenizer")
@@ -390,23 +350,22 @@ def recorded(model: str, tmp_path: Path) -> tuple[str, Path]:
 
 
 @pytest.mark.slow
-@DRY_RUN
 def test_a_model_with_another_tokenizer_is_refused_unless_it_is_allowed(
-    recorded: tuple[str, Path], tmp_path: Path, capfd: Any, *, dry_run: bool
-) -> None:
+    recorded, refuses, tmp_path, capfd
+):
     dataset, model = recorded
     save_tokenizer(model, "b")
-    parts = (
+    words = (
         f"Error: {dataset}: its tokenizer (letters) differs",
         f"from the tokenizer of {model}",
         "Hint: train the model whose tokenizer produced the ids",
     )
-    refused(lambda out: train(dataset, str(model), out, dry_run=dry_run), tmp_path, capfd, parts)
+    refuses(dataset, *words, model=model)
     allowed = "data.allow_other_tokenizer=true"
-    assert train(dataset, str(model), tmp_path / "run", allowed, dry_run=dry_run) == 0
+    assert train(dataset, model, tmp_path / "run", allowed) == 0
     assert "differs from the dataset's (letters)" in capfd.readouterr().err
     (model / "tokenizer.json").write_text("{")
-    assert train(dataset, str(model), tmp_path / "again", allowed, dry_run=dry_run) == 0
+    assert train(dataset, model, tmp_path / "again", allowed) == 0
     assert f"the tokenizer of {model} was not compared" in capfd.readouterr().err
 
 
@@ -420,36 +379,28 @@ def test_a_model_with_another_tokenizer_is_refused_unless_it_is_allowed(
             "note: the model's name matches the dataset (org/MODEL, b), but the tokenizers",
         ),
         ({"models": ("org/Model-135M",)}, "note: the model's name matches the dataset (org/Mod"),
-        (
-            {"models": ("other",)},
-            "warning: the dataset was sampled from other; whether ",
-        ),
-        (
-            {"tokenizer": "other"},
-            "warning: the dataset was sampled from other; whether ",
-        ),
+        ({"models": ("other",)}, "warning: the dataset was sampled from other; whether "),
+        ({"tokenizer": "other"}, "warning: the dataset was sampled from other; whether "),
     ],
 )
 def test_without_a_fingerprint_train_says_that_names_alone_were_compared(
-    metadata: dict[str, Any], said: str, model: str, tmp_path: Path, capfd: Any
-) -> None:
+    metadata, said, model, tmp_path, capfd
+):
     table = rollout_io.read(write_dataset(tmp_path / "plain", rows_of()))
     with rollout_io.RolloutWriter(tmp_path / "ds", metadata=DatasetMetadata(**metadata)) as writer:
         writer.write(table)
     shutil.copytree(model, tmp_path / "model")
     dataset = str(tmp_path / "ds")
-    assert train(dataset, str(tmp_path / "model"), tmp_path / "run", dry_run=True) == 0
+    assert train(dataset, tmp_path / "model", tmp_path / "run", "", "--dry-run") == 0
     printed = capfd.readouterr().err
     assert printed.count(said) == 1
     assert "fingerprints match" not in printed
 
 
-def test_with_a_fingerprint_train_says_that_the_tokenizers_were_compared(
-    recorded: tuple[str, Path], tmp_path: Path, capfd: Any
-) -> None:
+def test_with_a_fingerprint_train_says_that_the_tokenizers_were_compared(recorded, tmp_path, capfd):
     dataset, model = recorded
     save_tokenizer(model, "a")
-    assert train(dataset, str(model), tmp_path / "run", dry_run=True) == 0
+    assert train(dataset, model, tmp_path / "run", "", "--dry-run") == 0
     assert f"note: {model} has the dataset's tokenizer" in capfd.readouterr().err
     config = train_config(dataset=dataset, model=str(model), out="run")
     metadata = rollout_io.read_metadata(dataset)
@@ -470,26 +421,19 @@ def test_with_a_fingerprint_train_says_that_the_tokenizers_were_compared(
     ],
 )
 def test_the_same_tokenizer_passes_another_template_and_none_are_told(
-    words: tuple[str, ...] | None,
-    template: str | None,
-    said: list[str],
-    recorded: tuple[str, Path],
-    tmp_path: Path,
-    capfd: Any,
-) -> None:
+    words, template, said, recorded, tmp_path, capfd
+):
     dataset, model = recorded
     if words:
         save_tokenizer(model, *words, chat_template=template)
-    assert train(dataset, str(model), tmp_path / "run", dry_run=True) == 0
+    assert train(dataset, model, tmp_path / "run", "", "--dry-run") == 0
     printed = capfd.readouterr().err
     known = ("warning: the chat template of the dataset's prompts", "no tokenizer to compare")
     assert [text for text in known if text in printed] == said
 
 
 @pytest.mark.parametrize("name", [None, *TEMPLATES])
-def test_another_template_is_named_and_the_warning_says_how_to_serve_with_it(
-    name: str | None, recorded: tuple[str, Path]
-) -> None:
+def test_another_template_is_named_and_the_warning_says_how_to_serve_with_it(name, recorded):
     dataset, model = recorded
     save_tokenizer(model, "a", chat_template="{{ messages }}")
     text = find_template(name) if name else "{{ messages | length }}"
@@ -505,48 +449,31 @@ def test_another_template_is_named_and_the_warning_says_how_to_serve_with_it(
     assert f"Hint: vllm serve CHECKPOINT --chat-template {file}, or cp {file} CHECKPOINT/" in said
 
 
-@DRY_RUN
 @pytest.mark.parametrize(
-    ("file", "rule"),
-    [
-        ("state/run.json", "[checkpoint_state]"),
-        ("state/optimizer.safetensors", "[checkpoint_state]"),
-        ("model.safetensors", "[checkpoint_state]"),
-    ],
+    "file", ["state/run.json", "state/optimizer.safetensors", "model.safetensors"]
 )
 def test_a_broken_checkpoint_is_refused_and_the_run_left_alone(
-    file: str, rule: str, model: str, tmp_path: Path, capfd: Any, *, dry_run: bool
-) -> None:
+    file, refuses, model, tmp_path, capfd
+):
     dataset, out = write_dataset(tmp_path / "ds", rows_of()), tmp_path / "run"
-    assert train(dataset, model, out, dry_run=False) == 0
-    capfd.readouterr()
     broken = out / "checkpoints" / "global_step_1" / file
+    assert train(dataset, model, out) == 0
+    capfd.readouterr()
     broken.write_bytes(b"{")
-    command = ["train", "--resume", str(out)]
-    command += ["--dry-run"] * dry_run
-    refused(lambda _: main(command), tmp_path, capfd, (rule, str(broken.parent.parent.parent)))
+    refuses(dataset, "[checkpoint_state]", str(out), resume=["train", "--resume", str(out)])
     assert broken.read_bytes() == b"{"
 
 
-@DRY_RUN
-def test_a_broken_model_directory_is_refused(
-    model: str, tmp_path: Path, capfd: Any, *, dry_run: bool
-) -> None:
+def test_a_broken_model_directory_is_refused(refuses, model, tmp_path):
     dataset = write_dataset(tmp_path / "ds", rows_of())
-    shutil.copytree(model, tmp_path / "model")
-    weights = tmp_path / "model" / "model.safetensors"
+    broken = Path(shutil.copytree(model, tmp_path / "model"))
+    weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    parts = (f"Error: {tmp_path}/model: ", "cannot be loaded as a causal LM")
-    refused(
-        lambda out: train(dataset, f"{tmp_path}/model", out, dry_run=dry_run),
-        tmp_path,
-        capfd,
-        parts,
-    )
+    refuses(dataset, f"Error: {broken}: ", "cannot be loaded as a causal LM", model=broken)
 
 
 @pytest.mark.slow
-def test_the_plan_is_what_the_run_then_does(model: str, tmp_path: Path, capfd: Any) -> None:
+def test_the_plan_is_what_the_run_then_does(model, tmp_path, capfd):
     rows = rows_of(3, (1.0, 0.0, 0.5))
     rows += [row | {"error": "timeout", "reward": None} for row in rows_of(4, (1.0,))[-2:]]
     dataset = write_dataset(tmp_path / "ds", rows)
@@ -560,7 +487,7 @@ def test_the_plan_is_what_the_run_then_does(model: str, tmp_path: Path, capfd: A
     plan = json.loads(capfd.readouterr().out)
     assert not (tmp_path / "run").exists()
     assert main(command) == 0
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(tmp_path / "run")
     merge, steps = plan["layouts"]["merge"], plan["layouts"]["step"]
     assert plan["num_mini_batches"] == len(lines) == 8
     assert plan["num_updates"] == 8
@@ -576,9 +503,9 @@ def test_the_plan_is_what_the_run_then_does(model: str, tmp_path: Path, capfd: A
     assert all(tree["num_tokens"] <= merge["num_tokens"] for tree in trees)
 
 
-def test_the_plan_is_a_table_for_people(model: str, tmp_path: Path, capfd: Any) -> None:
+def test_the_plan_is_a_table_for_people(model, tmp_path, capfd):
     dataset = write_dataset(tmp_path / "ds", rows_of())
-    assert train(dataset, model, tmp_path / "run", "loss.kl_loss_coef=0.1", dry_run=True) == 0
+    assert train(dataset, model, tmp_path / "run", "loss.kl_loss_coef=0.1", "--dry-run") == 0
     lines = capfd.readouterr().out.splitlines()
     assert lines[0] == "groups        2"
     assert lines[1] == "trajectories  4, 0 failed, 0 masked"

@@ -1,7 +1,5 @@
 """The same update has the same bits, however memory is laid out and threads are scheduled."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 from pathlib import Path
@@ -25,7 +23,7 @@ from tests.helpers.trainer_helpers import (
 from trainer.models.policy import Policy, load_policy
 
 
-def shifted(model: Path, out: Path, num_bytes: int) -> str:
+def shifted(model, out, num_bytes):
     """A copy of a model whose weights lie further back in their file."""
     shutil.copytree(model, out)
     file = out / "model.safetensors"
@@ -34,7 +32,7 @@ def shifted(model: Path, out: Path, num_bytes: int) -> str:
 
 
 @pytest.mark.slow
-def test_weights_are_the_same_wherever_they_lie_in_their_file(tmp_path: Path) -> None:
+def test_weights_are_the_same_wherever_they_lie_in_their_file(tmp_path):
     """A response of one token makes the head a matrix-vector product."""
     rng = np.random.default_rng(0)
     answers = [
@@ -69,7 +67,7 @@ def _two_threads():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_two_threads")
-def test_targets_that_share_a_parent_have_the_same_gradient_each_time() -> None:
+def test_targets_that_share_a_parent_have_the_same_gradient_each_time():
     """In a tree, the first tokens of all responses to a prompt are predicted at its last token."""
     policy = Policy(tiny_llama(hidden_size=256, num_hidden_layers=1), logprob_chunk_tokens=1024)
     batch = make_batch([([1, 2, 3], [n % VOCAB for n in range(100)], [True] * 100)] * 8)

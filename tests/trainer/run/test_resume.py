@@ -7,10 +7,8 @@ import random
 import resource
 import shutil
 import signal
-from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -24,6 +22,7 @@ from schemas.errors import InputError, RolloutError
 from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import (
     group_rows,
+    lines_of,
     run_of,
     save_tiny_model,
     tiny_policy,
@@ -45,21 +44,19 @@ from trainer.run.state import (
 )
 from trainer.run.stopping import Stop
 
-TIMES = {"seconds", "tokens_per_s"}
 
-
-def rows(last_reward: float = 0.5) -> list[dict[str, Any]]:
+def rows(last_reward=0.5):
     return group_rows(2, (1.0, 0.0, last_reward))
 
 
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def paths(tmp_path_factory):
     folder = tmp_path_factory.mktemp("start")
     dataset = write_dataset(folder / "ds", rows())
     return {"dataset": dataset, "model": save_tiny_model(folder / "model")}
 
 
-def run(paths: dict[str, str], out: Path, *, resume: bool = True, **settings: Any) -> Any:
+def run(paths, out, *, resume=True, **settings):
     """Four updates, all of one batch, unless something else is asked for."""
     defaults = {"learning_rate": 1e-3, "groups_per_batch": 2, "groups_per_mini_batch": 1}
     given = paths | defaults | {"epochs_per_batch": 2, "save_every_updates": 1} | settings
@@ -67,7 +64,7 @@ def run(paths: dict[str, str], out: Path, *, resume: bool = True, **settings: An
 
 
 @pytest.fixture(scope="module")
-def whole(paths: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(paths, tmp_path_factory):
     """A run of four updates that nobody stopped."""
     out = tmp_path_factory.mktemp("whole") / "run"
     run(paths, out, resume=False)
@@ -75,7 +72,7 @@ def whole(paths: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.fixture
-def out(whole: Path, tmp_path: Path) -> Path:
+def out(whole, tmp_path):
     """A copy of it that was stopped after two updates and some more of the third."""
     copy = tmp_path / "run"
     shutil.copytree(whole, copy)
@@ -85,23 +82,16 @@ def out(whole: Path, tmp_path: Path) -> Path:
     return copy
 
 
-def lines_of(out: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
-
-
-def files_of(out: Path) -> dict[str, bytes]:
+def files_of(out):
     return {str(p.relative_to(out)): p.read_bytes() for p in out.rglob("*") if p.is_file()}
 
 
-def checkpoints_of(out: Path) -> list[str]:
+def checkpoints_of(out):
     return sorted(path.name for path in (out / "checkpoints").iterdir())
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_within_a_batch_as_if_it_had_not_stopped(
-    paths: dict[str, str], whole: Path, out: Path
-) -> None:
+def test_a_run_goes_on_within_a_batch_as_if_it_had_not_stopped(paths, whole, out):
     assert (
         json.loads((out / "checkpoints/global_step_2/state/run.json").read_text()).items()
         >= {"batch": 0, "mini_batch": 2, "global_step": 2}.items()
@@ -117,25 +107,21 @@ def test_a_run_goes_on_within_a_batch_as_if_it_had_not_stopped(
     assert len(files_of(whole / "tokens")) == 4
 
 
-def test_recording_may_change_from_there_on(paths: dict[str, str], whole: Path, out: Path) -> None:
+def test_recording_may_change_from_there_on(paths, whole, out):
     run(paths, out, record_tokens="none")
     kept = ["global_step_1.parquet", "global_step_2.parquet"]
     assert sorted(files_of(out / "tokens")) == kept
     assert lines_of(out) == lines_of(whole)
 
 
-def test_files_of_updates_that_are_made_are_left_if_the_run_is_refused(
-    paths: dict[str, str], out: Path
-) -> None:
+def test_files_of_updates_that_are_made_are_left_if_the_run_is_refused(paths, out):
     before = files_of(out)
     with pytest.raises(RolloutError, match="learning_rate"):
         run(paths, out, learning_rate=0.1)
     assert files_of(out) == before
 
 
-def test_without_a_pointer_the_newest_checkpoint_is_the_latest(
-    paths: dict[str, str], whole: Path, out: Path
-) -> None:
+def test_without_a_pointer_the_newest_checkpoint_is_the_latest(paths, whole, out):
     shutil.copy(whole / "metrics.jsonl", out)
     (out / "checkpoints" / "latest").unlink()
     before = files_of(out / "checkpoints" / "global_step_4")
@@ -146,9 +132,7 @@ def test_without_a_pointer_the_newest_checkpoint_is_the_latest(
 
 
 @pytest.mark.slow
-def test_a_run_with_more_updates_is_the_run_that_had_them_from_the_start(
-    paths: dict[str, str], whole: Path, tmp_path: Path
-) -> None:
+def test_a_run_with_more_updates_is_the_run_that_had_them_from_the_start(paths, whole, tmp_path):
     for max_updates in (1, 3, None):
         run(paths, tmp_path, max_updates=max_updates, save_every_updates=None)
     assert lines_of(tmp_path) == lines_of(whole)
@@ -156,9 +140,7 @@ def test_a_run_with_more_updates_is_the_run_that_had_them_from_the_start(
     assert checkpoints_of(tmp_path) == checkpoints_of(whole)[:1] + checkpoints_of(whole)[2:]
 
 
-def test_only_the_newest_checkpoints_are_kept_and_nothing_half_removed(
-    paths: dict[str, str], out: Path
-) -> None:
+def test_only_the_newest_checkpoints_are_kept_and_nothing_half_removed(paths, out):
     (out / "checkpoints" / ".global_step_1.removed").mkdir()
     (out / "checkpoints" / ".global_step_3.partial").mkdir()
     run(paths, out, keep_checkpoints=2)
@@ -178,9 +160,7 @@ def test_only_the_newest_checkpoints_are_kept_and_nothing_half_removed(
         ),
     ],
 )
-def test_another_configuration_is_refused_by_the_name_of_its_key(
-    settings: dict[str, Any], message: str, paths: dict[str, str], out: Path
-) -> None:
+def test_another_configuration_is_refused_by_the_name_of_its_key(settings, message, paths, out):
     before = files_of(out)
     with pytest.raises(RolloutError, match=message) as error:
         run(paths, out, **settings)
@@ -188,7 +168,7 @@ def test_another_configuration_is_refused_by_the_name_of_its_key(
     assert files_of(out) == before
 
 
-def test_fewer_epochs_are_refused(paths: dict[str, str], out: Path) -> None:
+def test_fewer_epochs_are_refused(paths, out):
     config = json.loads((out / "config.json").read_text())
     config["batch"]["num_epochs"] = 2
     (out / "config.json").write_text(json.dumps(config))
@@ -196,9 +176,7 @@ def test_fewer_epochs_are_refused(paths: dict[str, str], out: Path) -> None:
         run(paths, out)
 
 
-def test_a_dataset_with_other_returns_is_refused(
-    paths: dict[str, str], out: Path, tmp_path: Path
-) -> None:
+def test_a_dataset_with_other_returns_is_refused(paths, out, tmp_path):
     changed = {**paths, "dataset": write_dataset(tmp_path / "ds", rows(0.25))}
     config = json.loads((out / "config.json").read_text())
     config["data"]["dataset"] = changed["dataset"]
@@ -223,9 +201,7 @@ def test_a_dataset_with_other_returns_is_refused(
         ("checkpoints/global_step_2/added.json", "{}", "checkpoint_state"),
     ],
 )
-def test_a_damaged_run_is_refused_and_left_alone(
-    file: str, text: str, rule: str, paths: dict[str, str], out: Path
-) -> None:
+def test_a_damaged_run_is_refused_and_left_alone(file, text, rule, paths, out):
     (out / file).write_text(text, encoding="latin-1")
     before = files_of(out)
     with pytest.raises(RolloutError, match=rule):
@@ -233,9 +209,7 @@ def test_a_damaged_run_is_refused_and_left_alone(
     assert files_of(out) == before
 
 
-def test_a_checkpoint_without_state_is_refused_and_left_alone(
-    paths: dict[str, str], out: Path
-) -> None:
+def test_a_checkpoint_without_state_is_refused_and_left_alone(paths, out):
     shutil.rmtree(out / "checkpoints" / "global_step_2" / "state")
     before = files_of(out)
     with pytest.raises(RolloutError, match=r".* has no state/.*\[checkpoint_state\]"):
@@ -243,7 +217,7 @@ def test_a_checkpoint_without_state_is_refused_and_left_alone(
     assert files_of(out) == before
 
 
-def test_an_edited_configuration_of_the_run_is_refused(paths: dict[str, str], out: Path) -> None:
+def test_an_edited_configuration_of_the_run_is_refused(paths, out):
     config = json.loads((out / "config.json").read_text())
     config["optimizer"]["learning_rate"] = 0.1
     (out / "config.json").write_text(json.dumps(config))
@@ -251,18 +225,18 @@ def test_an_edited_configuration_of_the_run_is_refused(paths: dict[str, str], ou
         run(paths, out, learning_rate=0.1)
 
 
-def zeros_of(path: Path) -> None:
+def zeros_of(path):
     content = bytearray(path.read_bytes())
     content[-4096:] = bytes(4096)
     path.write_bytes(content)
 
 
-def rope_of(path: Path) -> None:
+def rope_of(path):
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
 
 
-def of_another_step(path: Path) -> None:
+def of_another_step(path):
     shutil.copy(path.parents[2] / "global_step_1" / "state" / path.name, path)
 
 
@@ -274,9 +248,7 @@ def of_another_step(path: Path) -> None:
         ("state/optimizer.safetensors", of_another_step),
     ],
 )
-def test_a_checkpoint_whose_files_were_edited_is_refused(
-    file: str, edit: Any, paths: dict[str, str], out: Path
-) -> None:
+def test_a_checkpoint_whose_files_were_edited_is_refused(file, edit, paths, out):
     path = out / "checkpoints" / "global_step_2" / file
     edit(path)
     before = files_of(out)
@@ -286,7 +258,7 @@ def test_a_checkpoint_whose_files_were_edited_is_refused(
     assert files_of(out) == before
 
 
-def permuted(table: pa.Table, name: str) -> pa.Table:
+def permuted(table, name):
     values = [v[::-1] for v in table.column(name).to_pylist()]
     kind = table.schema.field(name).type
     return table.set_column(table.column_names.index(name), name, pa.array(values, kind))
@@ -295,7 +267,7 @@ def permuted(table: pa.Table, name: str) -> pa.Table:
 @pytest.mark.parametrize(
     "name", ["prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs", "rewards"]
 )
-def test_each_value_that_trains_is_in_the_digest(name: str) -> None:
+def test_each_value_that_trains_is_in_the_digest(name):
     made = [row | {"rollout_logprobs": [-0.1, -0.2, -0.3, -0.4]} for row in rows()]
     made = [row | {"loss_mask": [True, True, True, False]} for row in made]
     made = [row | {"prompt_token_ids": [1, 2], "rewards": [0.0, 0.0, 0.25, 0.5]} for row in made]
@@ -309,9 +281,7 @@ def test_each_value_that_trains_is_in_the_digest(name: str) -> None:
 
 
 @pytest.mark.parametrize("change", [{"response_ids": [7, 7, 7]}, {"prompt_token_ids": [9]}])
-def test_a_dataset_with_other_tokens_is_refused(
-    change: dict[str, list[int]], paths: dict[str, str], out: Path, tmp_path: Path
-) -> None:
+def test_a_dataset_with_other_tokens_is_refused(change, paths, out, tmp_path):
     changed = rows()
     changed[-1] |= change | {"loss_mask": [True] * len(change.get("response_ids", [0] * 4))}
     shutil.copytree(paths["dataset"], tmp_path / "kept")
@@ -327,9 +297,7 @@ def test_a_dataset_with_other_tokens_is_refused(
         shutil.move(tmp_path / "kept", paths["dataset"])
 
 
-def test_checkpoints_without_their_configuration_are_refused(
-    paths: dict[str, str], out: Path
-) -> None:
+def test_checkpoints_without_their_configuration_are_refused(paths, out):
     (out / "config.json").unlink()
     with pytest.raises(
         RolloutError, match=r".*config.json: the file is missing.*\[resume_config\]"
@@ -337,7 +305,7 @@ def test_checkpoints_without_their_configuration_are_refused(
         run(paths, out, learning_rate=0.1)
 
 
-def test_a_run_of_an_earlier_version_goes_on(paths: dict[str, str], tmp_path: Path) -> None:
+def test_a_run_of_an_earlier_version_goes_on(paths, tmp_path):
     config = train_config(**paths, out=str(tmp_path))
     older = dataclasses.asdict(config)
     del older["loss"]["own"]
@@ -351,7 +319,7 @@ def test_a_run_of_an_earlier_version_goes_on(paths: dict[str, str], tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_is_left_alone(paths: dict[str, str], out: Path) -> None:
+def test_a_run_that_goes_on_is_left_alone(paths, out):
     before = files_of(out)
     with (
         alone_in(out),
@@ -362,11 +330,11 @@ def test_a_run_that_goes_on_is_left_alone(paths: dict[str, str], out: Path) -> N
     assert run(paths, out).num_updates == 4
 
 
-def draws() -> list[float]:
+def draws():
     return [random.random(), np.random.random(), float(torch.rand(1))]  # noqa: NPY002
 
 
-def test_generators_of_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
+def test_generators_of_random_numbers_go_on_where_they_were(tmp_path):
     run, progress = run_of(tiny_policy()), Progress(position=Position(kl_coef=0.1))
     tensors = optimizer_tensors(run.optimizers, keep=True)
     save_state(tmp_path / "state", tensors, "digest", progress)
@@ -378,7 +346,7 @@ def test_generators_of_random_numbers_go_on_where_they_were(tmp_path: Path) -> N
 
 
 @contextmanager
-def no_file_larger_than(num_bytes: int) -> Iterator[None]:
+def no_file_larger_than(num_bytes):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
@@ -389,9 +357,7 @@ def no_file_larger_than(num_bytes: int) -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_bytes", [1000, 40_000, 120_000])
-def test_a_full_disk_leaves_the_last_good_checkpoint_and_one_message(
-    num_bytes: int, whole: Path, out: Path, capfd: Any
-) -> None:
+def test_a_full_disk_leaves_the_last_good_checkpoint_and_one_message(num_bytes, whole, out, capfd):
     good = files_of(out / "checkpoints" / "global_step_2")
     assert len(good["model.safetensors"]) in range(40_000, 120_000)
     with no_file_larger_than(num_bytes):
@@ -422,9 +388,7 @@ def test_micro_batches_stay_as_they_are_where_the_loss_depends_on_them(tmp_path)
             find_checkpoint(changed)
 
 
-def test_resuming_where_there_is_no_run_is_an_error_that_names_similar_runs(
-    tmp_path: Path, capfd: Any
-) -> None:
+def test_resuming_where_there_is_no_run_is_an_error_that_names_similar_runs(tmp_path, capfd):
     (tmp_path / "opposites").mkdir()
     (tmp_path / "opposites" / "config.json").write_text("{}")
     for verb in ("train", "rl"):
@@ -439,8 +403,8 @@ def test_resuming_where_there_is_no_run_is_an_error_that_names_similar_runs(
 
 
 def test_resuming_needs_only_the_run_and_may_change_what_may_change(
-    paths: dict[str, str], tmp_path: Path, whole: Path, out: Path, capfd: Any
-) -> None:
+    paths, tmp_path, whole, out, capfd
+):
     moved = out.rename(tmp_path / "moved")
     assert main(["train", "--resume", str(moved), "--lr", "0.5"]) == 1
     assert "optimizer.learning_rate: found 0.5; expected 0.001" in capfd.readouterr().err
@@ -452,7 +416,7 @@ def test_resuming_needs_only_the_run_and_may_change_what_may_change(
     assert config["run"]["out"] == str(moved)
 
 
-def test_another_number_of_processes_is_noted(out: Path, capfd: Any) -> None:
+def test_another_number_of_processes_is_noted(out, capfd):
     starts = json.loads((out / "starts.jsonl").read_text())
     (out / "starts.jsonl").write_text(json.dumps(starts | {"num_processes": 2}) + "\n")
     assert main(["train", "--resume", str(out)]) == 0
@@ -465,11 +429,11 @@ def test_another_number_of_processes_is_noted(out: Path, capfd: Any) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_a_checkpoint_after_the_current_update(
-    number: signal.Signals, paths: dict[str, str], whole: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
+    number, paths, whole, tmp_path, monkeypatch
+):
     made = updates.make_update
 
-    def interrupted(*given: Any) -> Any:
+    def interrupted(*given):
         found = made(*given)
         if "global_step_1" not in str(list((tmp_path / "run").rglob("*"))):
             os.kill(os.getpid(), number)
@@ -486,9 +450,7 @@ def test_a_signal_saves_a_checkpoint_after_the_current_update(
     assert lines_of(tmp_path / "run") == lines_of(whole)
 
 
-def test_a_signal_repeated_within_a_second_is_one_and_a_later_one_stops_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_signal_repeated_within_a_second_is_one_and_a_later_one_stops_at_once(monkeypatch):
     stop, seconds = Stop(), iter([0.0, 0.9, 1.1])
     monkeypatch.setattr(stopping.time, "monotonic", lambda: next(seconds))
     with stop.requested_by_signals():
@@ -498,12 +460,10 @@ def test_a_signal_repeated_within_a_second_is_one_and_a_later_one_stops_at_once(
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_signal_during_the_exchange_of_signals_counts_the_next_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_signal_during_the_exchange_of_signals_counts_the_next_time(monkeypatch):
     stop = Stop()
 
-    def interrupted(_: object, data: bytes) -> list[bytes]:
+    def interrupted(_, data):
         os.kill(os.getpid(), signal.SIGTERM)
         return [data]
 

@@ -1,13 +1,9 @@
 """Datasets with recorded experts: the layouts agree, and no run ignores them unless it is told to."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
-import json
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +15,7 @@ from polars.testing import assert_frame_equal
 import pipelines
 import rollout_io
 import trainer
-from pipelines.generation import Sampled, Sampling
+from pipelines.generation import Sampling
 from schemas.errors import RolloutError
 from tests.helpers.configs import train_config
 from tests.helpers.examples import examples
@@ -36,16 +32,15 @@ from tests.helpers.routing_helpers import (
     write_routed,
 )
 from tests.helpers.trainer_helpers import (
-    Row,
     group_rows,
     load_batch,
+    metrics_of,
     run_of,
     save_tiny_model,
     step,
     tiny_llama,
 )
 from tests.helpers.tree_helpers import (
-    TrajectoryIds,
     batch_of,
     check_same,
     config_of,
@@ -53,7 +48,6 @@ from tests.helpers.tree_helpers import (
     updated,
 )
 from trainer import rl
-from trainer.batch import Batch
 from trainer.batches.micro_batches import cut_batch
 from trainer.batches.plan import make_plan
 from trainer.config.sections import BatchConfig
@@ -62,10 +56,9 @@ from trainer.loss import policy_logprobs
 from trainer.models.policy import Policy, load_policy
 
 POLICY = Policy(tiny_moe(), logprob_chunk_tokens=16)
-Update = tuple[dict[str, float], dict[str, torch.Tensor]]
 
 
-def routed_rows(apart: tuple[int, ...] = (), num_groups: int = 2) -> list[dict[str, Any]]:
+def routed_rows(apart=(), num_groups=2):
     """Groups of two trajectories of two steps each, with routes of all tokens but the last.
 
     Args:
@@ -82,9 +75,7 @@ def routed_rows(apart: tuple[int, ...] = (), num_groups: int = 2) -> list[dict[s
     return rows
 
 
-def updates_of(
-    dataset: str, layout: str, **settings: Any
-) -> tuple[Batch, torch.Tensor, Update, int]:
+def updates_of(dataset, layout, **settings):
     """The batch, its log-probabilities in the order of the steps, an update, tokens forwarded."""
     rollouts = rollout_io.scan(dataset)
     config = config_of(sequence_layout=layout, **settings)
@@ -101,8 +92,8 @@ def updates_of(
 @pytest.mark.parametrize("budget", [40, 2048])
 @pytest.mark.parametrize("apart", [(), (0,), (0, 1, 3)], ids=str)
 def test_step_merge_and_tree_agree_also_where_shared_tokens_were_routed_differently(
-    tmp_path: Path, apart: tuple[int, ...], budget: int
-) -> None:
+    tmp_path, apart, budget
+):
     dataset = write_routed(tmp_path / "ds", routed_rows(apart))
     merged = tmp_path / "merged"
     with rollout_io.RolloutWriter(merged) as writer:
@@ -119,28 +110,9 @@ def test_step_merge_and_tree_agree_also_where_shared_tokens_were_routed_differen
             assert layout == "step" or num_tokens < num_steps
 
 
-@pytest.mark.slow
-def test_rows_that_are_kept_as_they_were_merged_come_apart_where_routes_differ(
-    moe: str, tmp_path: Path
-) -> None:
-    merged = pipelines.merge(rollout_io.scan(write_routed(tmp_path / "ds", routed_rows((0, 3)))))
-    with rollout_io.RolloutWriter(tmp_path / "merged") as writer:
-        writer.write(merged.collect().to_arrow())
-    how = {"groups_per_batch": 2, "groups_per_mini_batch": 2}
-    steps, kept = (
-        run(str(tmp_path / name), moe, tmp_path / f"run {name}", **how, sequence_layout=layout)
-        for name, layout in (("ds", "step"), ("merged", "merge"))
-    )
-    assert kept[0]["generate/batch_num_seq"] == 6
-    for name in ("loss", "grad_norm", "policy_entropy"):
-        assert kept[0][name] == pytest.approx(steps[0][name], rel=1e-5, abs=1e-6)
-
-
 @given(families(), st.integers(0, 99), st.sampled_from([0.0, 0.1, 0.5]), st.integers(0, 9))
 @settings(max_examples=examples(15), deadline=None)
-def test_trees_of_any_rows_and_routes_agree_with_steps(
-    family: tuple[list[Row], TrajectoryIds], seed: int, share: float, fewest: int
-) -> None:
+def test_trees_of_any_rows_and_routes_agree_with_steps(family, seed, share, fewest):
     rng, parts = np.random.default_rng(seed), []
     for prompt, response, _ in family[0]:
         part = torch.tensor(steady_routes(prompt + response)[:-1], dtype=torch.int16)
@@ -158,13 +130,13 @@ def test_trees_of_any_rows_and_routes_agree_with_steps(
 
 
 @st.composite
-def routed_steps(draw: st.DrawFn) -> list[dict[str, Any]]:
+def routed_steps(draw):
     """A trajectory whose steps mostly continue each other, and were mostly routed alike.
 
     Routes cover any leading part, or nothing; masks leave any tokens out.
     """
     token, rows = st.integers(0, 3), []
-    tokens: list[int] = []
+    tokens = []
     num_steps = draw(st.integers(1, 4))
     for index in range(num_steps):
         prompt = tokens + draw(st.lists(token, min_size=1, max_size=3))
@@ -189,9 +161,7 @@ def routed_steps(draw: st.DrawFn) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @given(routed_steps())
 @settings(max_examples=examples(25), deadline=None)
-def test_merged_rows_come_apart_where_steps_were_routed_differently(
-    rows: list[dict[str, Any]],
-) -> None:
+def test_merged_rows_come_apart_where_steps_were_routed_differently(rows):
     with tempfile.TemporaryDirectory() as folder:
         steps = rollout_io.scan(write_routed(Path(folder) / "ds", rows))
         for rule in ("lineage", "consecutive"):
@@ -204,7 +174,7 @@ def test_merged_rows_come_apart_where_steps_were_routed_differently(
 @pytest.mark.slow
 @given(routed_steps())
 @settings(max_examples=examples(25), deadline=None)
-def test_layouts_agree_whatever_part_of_a_trajectory_has_routes(rows: list[dict[str, Any]]) -> None:
+def test_layouts_agree_whatever_part_of_a_trajectory_has_routes(rows):
     with tempfile.TemporaryDirectory() as folder:
         dataset = write_routed(Path(folder) / "ds", rows)
         _, logprobs, update, _ = updates_of(dataset, "step")
@@ -214,7 +184,7 @@ def test_layouts_agree_whatever_part_of_a_trajectory_has_routes(rows: list[dict[
             check_same(other, update)
 
 
-def test_a_token_that_rows_share_is_forwarded_once_for_each_routing(tmp_path: Path) -> None:
+def test_a_token_that_rows_share_is_forwarded_once_for_each_routing(tmp_path):
     alike, apart = (
         updates_of(write_routed(tmp_path / str(other), routed_rows(other)), "tree")[-1]
         for other in ((), (0,))
@@ -223,55 +193,49 @@ def test_a_token_that_rows_share_is_forwarded_once_for_each_routing(tmp_path: Pa
 
 
 @pytest.fixture(scope="module")
-def moe(tmp_path_factory: pytest.TempPathFactory) -> str:
+def moe(tmp_path_factory):
     path = str(tmp_path_factory.mktemp("model"))
     tiny_moe().save_pretrained(path)
     return path
 
 
-def run(dataset: str, model: str, out: Path, **settings: Any) -> list[dict[str, Any]]:
+def run(dataset, model, out, **settings):
     how = {"learning_rate": 1e-3, "groups_per_batch": 1, "groups_per_mini_batch": 1} | settings
     trainer.train(train_config(dataset=dataset, model=model, out=str(out), **how))
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return metrics_of(out)
 
 
-def beyond(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def beyond(rows):
     rows[2][ROUTING][3][1][0] = NUM_EXPERTS
     return rows
 
 
-def twice(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def twice(rows):
     rows[2][ROUTING][3][1] = [5, 5]
     return rows
 
 
-def cut(layers: slice, topk: slice) -> list[dict[str, Any]]:
+def cut(layers, topk):
     rows = routed_rows()
     for row in rows:
         row[ROUTING] = [[layer[topk] for layer in token[layers]] for token in row[ROUTING]]
     return rows
 
 
-REFUSED: dict[str, tuple[list[dict[str, Any]], str]] = {
+REFUSED = {
     "layers": (
         cut(slice(2), slice(2)),
         "found 2 layers with 2 experts per token; expected 3 layers",
     ),
     "topk": (cut(slice(3), slice(1)), "found 3 layers with 1 experts per token; expected 3 layers"),
-    "experts": (
-        beyond(routed_rows()),
-        "trajectory 'g0_1', row 0: found expert 8; expected 0 to 7",
-    ),
-    "repeated": (
-        twice(routed_rows()),
-        "row 0: found the same expert twice; expected 2",
-    ),
+    "experts": (beyond(routed_rows()), "trajectory 'g0_1', row 0: found expert 8; expected 0 to 7"),
+    "repeated": (twice(routed_rows()), "row 0: found the same expert twice; expected 2"),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", REFUSED)
-def test_routes_that_are_not_the_models_are_refused(kind: str, moe: str, tmp_path: Path) -> None:
+def test_routes_that_are_not_the_models_are_refused(kind, moe, tmp_path):
     rows, message = REFUSED[kind]
     dataset = write_routed(tmp_path / "ds", rows)
     with pytest.raises(RolloutError) as refused:
@@ -283,8 +247,8 @@ def test_routes_that_are_not_the_models_are_refused(kind: str, moe: str, tmp_pat
 
 @pytest.mark.slow
 def test_a_model_that_cannot_replay_routes_is_refused_by_name_unless_they_are_ignored(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, capfd
+):
     dataset = write_routed(tmp_path / "ds", routed_rows())
     model = save_tiny_model(tmp_path / "llama")
     with pytest.raises(
@@ -298,9 +262,7 @@ def test_a_model_that_cannot_replay_routes_is_refused_by_name_unless_they_are_ig
 
 
 @pytest.mark.slow
-def test_tokens_without_recorded_experts_are_counted(
-    moe: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_tokens_without_recorded_experts_are_counted(moe, tmp_path, capfd):
     rows = routed_rows()
     rows[0][ROUTING], rows[1][ROUTING] = None, rows[1][ROUTING][:10]
     run(write_routed(tmp_path / "ds", rows), moe, tmp_path / "run")
@@ -310,9 +272,7 @@ def test_tokens_without_recorded_experts_are_counted(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["step", "merge", "tree"])
-def test_a_run_reproduces_a_sampler_that_routed_differently(
-    layout: str, moe: str, tmp_path: Path
-) -> None:
+def test_a_run_reproduces_a_sampler_that_routed_differently(layout, moe, tmp_path):
     """The sampler is the model with other choices of experts, at their weights of the model."""
     rows, policy = routed_rows((1,)), load_policy(moe, logprob_chunk_tokens=16)
     for row in rows:
@@ -332,11 +292,11 @@ def test_a_run_reproduces_a_sampler_that_routed_differently(
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_the_embedded_engine_records_what_its_model_chose(family: str, tokenizer: Any) -> None:
+def test_the_embedded_engine_records_what_its_model_chose(family, tokenizer):
     model = tiny_moe(family, vocab_size=49152)
     prompts, ends = [[5, 9, 3], [7], [2, 2, 8, 11, 30, 4, 4]], (6, 3, 1)
 
-    async def sample() -> list[Sampled]:
+    async def sample():
         async with TransformersEngine(model, tokenizer) as engine:
             calls = (
                 engine.sample(prompt, Sampling(max_tokens=end))
@@ -355,7 +315,7 @@ def test_the_embedded_engine_records_what_its_model_chose(family: str, tokenizer
 
 
 @pytest.mark.slow
-def test_the_loop_replays_what_its_embedded_engine_chose(tokenizer: Any, tmp_path: Path) -> None:
+def test_the_loop_replays_what_its_embedded_engine_chose(tokenizer, tmp_path):
     """The engine samples in bfloat16, the trainer forwards in float32: their choices differ."""
     tiny_moe(vocab_size=49152).save_pretrained(tmp_path / "model")
     tokenizer.backend.save_pretrained(tmp_path / "model")

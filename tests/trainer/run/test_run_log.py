@@ -5,8 +5,6 @@ import os
 import pty
 import re
 import select
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,8 +18,8 @@ from schemas.metadata import DatasetMetadata
 from schemas.run_metrics import GENERATED, METRICS
 from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import (
+    metrics_of,
     one_group,
-    save_tiny_model,
     step,
     write_dataset,
 )
@@ -33,29 +31,24 @@ NOTE = "note: importance correction (tis_ratio_type) is off, because the dataset
 HINT = "Hint: pass --set data.drop_zero_variance_groups=true"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-def group(name: str, rewards: tuple[float, ...], **values: Any) -> list[dict[str, Any]]:
+def group(name, rewards, **values):
     return one_group(np.random.default_rng(0), name, rewards, **values)
 
 
-def run(path: Path, model: str, rows: list[dict[str, Any]], **settings: Any) -> None:
+def run(path, model, rows, **settings):
     dataset = write_dataset(path / "ds", rows)
     config = train_config(dataset=dataset, model=model, out=str(path / "run"), **settings)
     trainer.train(config)
 
 
-def metrics(**changes: Any) -> dict[str, Any]:
+def metrics(**changes):
     values = {"global_step": 2, "loss": -0.0123, "tokens_per_s": 850.4, "seconds": 3.21}
     values["return_mean"] = 0.5
     counts = {"skipped": 0, "num_trained_tokens": 9, "num_trained_groups": 1}
     return values | counts | changes
 
 
-def test_an_update_is_one_line() -> None:
+def test_an_update_is_one_line():
     line = "update 2 of 6: loss -0.0123, return_mean 0.5, 850 tokens/s, 3.2 s"
     assert progress_line(metrics(), 6) == line
     skipped = progress_line(metrics(skipped=1, num_trained_tokens=0), 6)
@@ -65,9 +58,7 @@ def test_an_update_is_one_line() -> None:
 
 
 @pytest.mark.slow
-def test_each_update_is_a_line_on_stderr_where_that_is_no_terminal(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_update_is_a_line_on_stderr_where_that_is_no_terminal(model, tmp_path, capsys):
     failed = [step("b", i, 0, [], [], error="timeout", is_last_step=True) for i in range(2)]
     rows = [*group("a", (1.0, 0.0)), *failed, *group("c", (1.0, 0.0))]
     run(tmp_path, model, rows, groups_per_batch=1, groups_per_mini_batch=1)
@@ -88,9 +79,7 @@ def test_each_update_is_a_line_on_stderr_where_that_is_no_terminal(
     assert re.fullmatch("".join(lines), printed.err)
 
 
-def test_a_terminal_gets_a_bar_and_warnings_but_no_line_per_update(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_gets_a_bar_and_warnings_but_no_line_per_update(tmp_path, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("NO_COLOR", "1")
@@ -114,24 +103,19 @@ def test_a_terminal_gets_a_bar_and_warnings_but_no_line_per_update(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("values", "settings"),
-    [({}, {"tis_ratio_type": None}), ({"rollout_logprobs": [-1.0] * 4}, {})],
+    ("values", "settings"), [({}, {"tis_ratio_type": None}), ({"rollout_logprobs": [-1.0] * 4}, {})]
 )
 def test_correction_that_is_on_or_not_asked_for_is_not_noted(
-    values: dict[str, Any],
-    settings: dict[str, Any],
-    model: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    values, settings, model, tmp_path, capsys
+):
     run(tmp_path, model, group("a", (1.0, 0.0), **values), **settings)
     assert NOTE not in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_log_probabilities_far_from_the_policys_are_warned_about_before_the_first_update(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    model, tmp_path, capsys
+):
     rows = group("a", (1.0, 0.0), rollout_logprobs=[-20.0] * 4)
     run(tmp_path, model, rows, num_epochs=3)
     printed = capsys.readouterr().err
@@ -143,9 +127,7 @@ def test_log_probabilities_far_from_the_policys_are_warned_about_before_the_firs
 
 
 @pytest.mark.slow
-def test_log_probabilities_that_differ_only_later_are_warned_about_then(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_log_probabilities_that_differ_only_later_are_warned_about_then(model, tmp_path, capsys):
     rows = [*group("a", (1.0, 0.0)), *group("b", (1.0, 0.0), rollout_logprobs=[-20.0] * 4)]
     settings = {"groups_per_batch": 1, "groups_per_mini_batch": 1, "tis_ratio_type": None}
     run(tmp_path, model, rows, **settings)
@@ -154,7 +136,7 @@ def test_log_probabilities_that_differ_only_later_are_warned_about_then(
     assert "warning: update 2: rollout_logprobs differ" in printed
 
 
-def test_log_probabilities_near_the_policys_are_not_warned_about() -> None:
+def test_log_probabilities_near_the_policys_are_not_warned_about():
     config = train_config(dataset="ds", model="m", out="o")
     for difference, names in ((0.29, []), (0.31, ["rollout_logprobs"])):
         update = metrics(rollout_logprobs_abs_diff_mean=difference)
@@ -162,40 +144,34 @@ def test_log_probabilities_near_the_policys_are_not_warned_about() -> None:
 
 
 @pytest.mark.slow
-def test_updates_without_gradient_are_warned_about_once_with_the_way_out(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_updates_without_gradient_are_warned_about_once_with_the_way_out(model, tmp_path, capsys):
     rows = [*group("a", (1.0, 1.0)), *group("b", (0.0, 0.0)), *group("c", (1.0, 0.0))]
     run(tmp_path, model, rows, groups_per_batch=1, groups_per_mini_batch=1)
     printed = capsys.readouterr().err
     assert printed.count("warning: ") == 1
     assert "warning: update 1: every advantage" in printed
     assert printed.count(HINT) == 1
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(tmp_path / "run")
     assert [line["grad_norm"] == 0 for line in lines] == [True, True, False]
     assert [line["num_trained_groups"] for line in lines] == [0, 0, 1]
 
 
 @pytest.mark.parametrize("num_iterations", [None, 3])
-def test_the_way_out_names_the_section_of_its_key(
-    num_iterations: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_way_out_names_the_section_of_its_key(num_iterations, tmp_path, capsys):
     config = train_config(dataset="ds", model="m", out=str(tmp_path))
     with RunLog(Accelerator(), config, num_planned=6, num_iterations=num_iterations) as log:
         log.write(metrics(num_trained_groups=0))
     assert "pass --set data.drop_zero_variance_groups=true" in capsys.readouterr().err
 
 
-def test_the_way_out_is_not_named_where_it_was_taken() -> None:
+def test_the_way_out_is_not_named_where_it_was_taken():
     config = train_config(dataset="ds", model="m", out="o", drop_zero_variance_groups=True)
     [text] = warnings_about(metrics(num_trained_groups=0), config).values()
     assert HINT not in text
 
 
 @pytest.mark.slow
-def test_the_ratios_of_cispo_and_importance_sampling_are_reported(
-    model: str, tmp_path: Path
-) -> None:
+def test_the_ratios_of_cispo_and_importance_sampling_are_reported(model, tmp_path):
     rows = group("a", (1.0, 0.0), rollout_logprobs=[-1.0] * 4)
     bounds = {"cispo_eps_clip_low": 0.5, "cispo_eps_clip_high": 0.0}
     losses = {
@@ -220,7 +196,7 @@ def test_the_ratios_of_cispo_and_importance_sampling_are_reported(
 
 
 @pytest.mark.slow
-def test_documented_metrics_are_those_written(model: str, tmp_path: Path) -> None:
+def test_documented_metrics_are_those_written(model, tmp_path):
     rows = group("a", (1.0, 0.0), rollout_logprobs=[-1.0] * 4)
     masks = {
         "outlier_token_is_threshold_high": 1e9,
@@ -247,7 +223,7 @@ def test_documented_metrics_are_those_written(model: str, tmp_path: Path) -> Non
     assert {name for name in written if not name.startswith(GENERATED)} <= METRICS.keys() <= written
 
 
-def test_the_first_line_of_a_batch_has_the_metrics_of_its_turns(model: str, tmp_path: Path) -> None:
+def test_the_first_line_of_a_batch_has_the_metrics_of_its_turns(model, tmp_path):
     first = step("a", 0, 0, [1, 2], [3], reward=0.0, metrics=[("turns", 1.0)])
     last = step("a", 0, 1, [1, 2, 3, 4], [5, 6, 7], reward=1.0, is_last_step=True)
     rows = [first, last | {"metrics": [("turns", 3.0)]}, *group("b", (1.0, 0.0))]
@@ -263,15 +239,13 @@ def test_the_first_line_of_a_batch_has_the_metrics_of_its_turns(model: str, tmp_
     assert not [name for name in second if name.startswith(GENERATED)]
 
 
-def test_metrics_of_a_generator_are_logged_once_a_batch_without_replacing_others(
-    model: str, tmp_path: Path
-) -> None:
+def test_metrics_of_a_generator_are_logged_once_a_batch_without_replacing_others(model, tmp_path):
     objects = [
         {"tool/avg_calls": 1.0, "tool/errors": 2, "loss": 9.0, "generate/avg_num_tokens": 99.0},
         {"tool/avg_calls": 3.0, "tool/errors": 3},
     ]
     rows = [*group("a", (1.0, 0.0)), *group("b", (1.0, 0.0))]
-    stored: list[str | None] = [None] * len(rows)
+    stored = [None] * len(rows)
     stored[0], stored[-1] = map(json.dumps, objects)
     table = rollout_io.read(write_dataset(tmp_path / "plain", rows))
     with RolloutWriter(tmp_path / "ds") as writer:
@@ -300,9 +274,7 @@ def test_metrics_of_a_generator_are_logged_once_a_batch_without_replacing_others
         (None, "step"),
     ],
 )
-def test_only_step_wise_datasets_are_measured_per_step(
-    config: dict[str, Any] | None, per: str, tmp_path: Path
-) -> None:
+def test_only_step_wise_datasets_are_measured_per_step(config, per, tmp_path):
     metadata = DatasetMetadata()
     if config is not None:
         metadata = metadata.made("rl", config=config)

@@ -1,8 +1,5 @@
 """Runs in an object store: what is published, and what fresh machines resume from."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import fsspec
 import pytest
 
@@ -24,28 +21,28 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def paths(tmp_path_factory):
     folder = tmp_path_factory.mktemp("start")
     dataset = write_dataset(folder / "ds", group_rows(8, (1.0, 0.0, 0.5)))
     return {"dataset": dataset, "model": save_tiny_model(folder / "model")}
 
 
 @pytest.fixture
-def store() -> Iterator[fsspec.AbstractFileSystem]:
+def store():
     store = fsspec.filesystem("memory")
     yield store
     store.rm("/bucket", recursive=True)
 
 
-def fetched(store: fsspec.AbstractFileSystem, folder: Path) -> Path:
+def fetched(store, folder):
     store.get("/bucket/run", str(folder), recursive=True)
     return folder
 
 
 @pytest.mark.slow
 def test_a_run_in_a_store_resumes_without_anything_local_and_equals_a_local_one(
-    paths: dict[str, str], store: fsspec.AbstractFileSystem, tmp_path: Path
-) -> None:
+    paths, store, tmp_path
+):
     local = train(train_config(**paths, **SETTINGS, out=str(tmp_path / "local")))
     first = train(train_config(**paths, **SETTINGS, out=URL, max_updates=5))
     assert first.checkpoint == f"{URL}/checkpoints/global_step_5"
@@ -62,9 +59,7 @@ def test_a_run_in_a_store_resumes_without_anything_local_and_equals_a_local_one(
     assert URL in (out / "config.json").read_text()
 
 
-def test_a_store_with_a_run_is_not_trained_in_again(
-    paths: dict[str, str], store: fsspec.AbstractFileSystem
-) -> None:
+def test_a_store_with_a_run_is_not_trained_in_again(paths, store):
     store.pipe("/bucket/run/config.json", b"{}")
     with pytest.raises(InputError) as error:
         train(train_config(**paths, **SETTINGS, out=URL))

@@ -1,11 +1,7 @@
 """Runs of one process that differ in their precision, and launch settings that compile."""
 
-from __future__ import annotations
-
 import gc
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from accelerate import Accelerator
@@ -23,7 +19,7 @@ SAMPLED = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
 
 
 @pytest.fixture
-def alone() -> Iterator[None]:
+def alone():
     """Other tests' state of Accelerate is put away."""
     made, kept = list(launch._MADE), dict(AcceleratorState._shared_state)
     launch._MADE.clear()
@@ -36,7 +32,7 @@ def alone() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("alone")
-def test_runs_of_one_process_may_differ_in_their_precision(tmp_path: Path) -> None:
+def test_runs_of_one_process_may_differ_in_their_precision(tmp_path):
     model = save_tiny_model(tmp_path / "model")
     dataset = write_dataset(tmp_path / "ds", group_rows(2, (1.0, 0.0), **SAMPLED))
     norms = []
@@ -49,7 +45,7 @@ def test_runs_of_one_process_may_differ_in_their_precision(tmp_path: Path) -> No
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("owner", ["run", "user"])
-def test_a_precision_that_is_still_in_use_is_not_changed(owner: str, tmp_path: Path) -> None:
+def test_a_precision_that_is_still_in_use_is_not_changed(owner, tmp_path):
     given = {"out": str(tmp_path), "dtype": "float32"}
     held = (
         make_accelerator(train_config(**given))
@@ -69,8 +65,8 @@ def test_a_precision_that_is_still_in_use_is_not_changed(owner: str, tmp_path: P
 )
 @pytest.mark.skipif(sys.platform == "win32", reason="torch.compile")
 def test_a_launcher_that_compiles_trains_with_a_reference_like_one_that_does_not(
-    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    settings, tmp_path, monkeypatch
+):
     model = save_tiny_model(tmp_path / "model")
     dataset = write_dataset(tmp_path / "ds", group_rows(2, (1.0, 0.0), **SAMPLED))
     keys = [part for setting in settings for part in ("--set", setting)]

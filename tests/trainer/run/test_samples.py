@@ -1,15 +1,10 @@
 """Sampled rollouts in trackers: tables and texts, read back from the trackers' own files."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 import trainer
-from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.errors import ConfigError, RolloutError
 from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import save_tiny_model, step, write_dataset
@@ -19,9 +14,7 @@ pytestmark = [pytest.mark.model, pytest.mark.slow]
 SECRET = "ghp_16C7e42F292c6912E7710c838347Ae178B4a"
 
 
-def trained(
-    tmp_path: Path, tokenizer: ChatTokenizer, model: Path, *trackers: str, **settings: Any
-) -> list[str]:
+def trained(tmp_path, tokenizer, model, *trackers, **settings):
     """Train on two groups of two attempts, an update each; return the responses."""
     prompt = tokenizer.backend.encode("begin " + "word " * SAMPLE_CHARS + f"my token is {SECRET}!")
     responses = [f"# answer {i}\n<b>bold</b>" + i * 300 * " more" for i in range(4)]
@@ -46,7 +39,7 @@ def trained(
     return responses
 
 
-def check(sample: dict[str, Any], number: int) -> None:
+def check(sample, number):
     assert sample["trajectory"] == f"g{number}_0"
     assert (sample["return"], sample["advantage"] < 0) == (0.0, True)
     assert SECRET not in sample["prompt"]
@@ -54,9 +47,7 @@ def check(sample: dict[str, Any], number: int) -> None:
     assert len(sample["response"]) <= SAMPLE_CHARS + 40
 
 
-def test_tensorboard_shows_texts_of_each_update(
-    tmp_path: Path, tokenizer: ChatTokenizer, small_smollm2: Path
-) -> None:
+def test_tensorboard_shows_texts_of_each_update(tmp_path, tokenizer, small_smollm2):
     loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     responses = trained(tmp_path, tokenizer, small_smollm2, "tensorboard", log_samples=2)
     (file,) = tmp_path.rglob("rollouts/events.out.tfevents.*")
@@ -76,9 +67,7 @@ def test_tensorboard_shows_texts_of_each_update(
 
 
 @pytest.mark.filterwarnings("ignore")  # of MLflow and SQLAlchemy
-def test_mlflow_has_a_table_of_each_update(
-    tmp_path: Path, tokenizer: ChatTokenizer, small_smollm2: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlflow_has_a_table_of_each_update(tmp_path, tokenizer, small_smollm2, monkeypatch):
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.chdir(tmp_path)
@@ -91,9 +80,7 @@ def test_mlflow_has_a_table_of_each_update(
         check(dict(zip(table["columns"], row, strict=True)), number)
 
 
-def test_wandb_has_a_table_of_each_update(
-    tmp_path: Path, tokenizer: ChatTokenizer, small_smollm2: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_has_a_table_of_each_update(tmp_path, tokenizer, small_smollm2, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
@@ -106,7 +93,7 @@ def test_wandb_has_a_table_of_each_update(
         check(dict(zip(table["columns"], row, strict=True)), number)
 
 
-def test_samples_without_a_tracker_of_texts_are_refused(tmp_path: Path) -> None:
+def test_samples_without_a_tracker_of_texts_are_refused(tmp_path):
     for trackers in ((), ("comet_ml",)):
         with pytest.raises(ConfigError, match="log_samples"):
             train_config(
@@ -114,9 +101,7 @@ def test_samples_without_a_tracker_of_texts_are_refused(tmp_path: Path) -> None:
             )
 
 
-def test_samples_of_a_model_without_a_tokenizer_are_refused_before_training(
-    tmp_path: Path,
-) -> None:
+def test_samples_of_a_model_without_a_tokenizer_are_refused_before_training(tmp_path):
     model = save_tiny_model(tmp_path / "model")
     paths = {"dataset": "ds", "model": model, "out": str(tmp_path / "run")}
     config = train_config(**paths, trackers=("tensorboard",), log_samples=1)

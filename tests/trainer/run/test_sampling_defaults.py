@@ -1,11 +1,8 @@
 """Rows that do not record how they were sampled are not taken as sampled at temperature 1."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 import pytest
@@ -24,23 +21,21 @@ NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> str:
+def model(tmp_path):
     path = save_tiny_model(tmp_path / "model")
     write_defaults(path, {"do_sample": True, **USED})
     return path
 
 
-def write_defaults(model: str, settings: Any) -> None:
+def write_defaults(model, settings):
     Path(model, "generation_config.json").write_text(json.dumps(settings))
 
 
-def rows(**columns: Any) -> list[dict[str, Any]]:
+def rows(**columns):
     return group_rows(2, (1.0, 0.0), rollout_logprobs=[-4.0] * 4, **columns)
 
 
-def trained(
-    folder: Path, model: str, columns: dict[str, Any], mode: Any = "raw", **settings: Any
-) -> dict[str, Any] | str:
+def trained(folder, model, columns, mode="raw", **settings):
     """The metrics of the update, or the id of the error."""
     dataset = write_dataset(folder / "ds", rows(**columns), logprobs_mode=mode)
     config = train_config(dataset=dataset, model=model, out=str(folder / "run"), **settings)
@@ -61,14 +56,12 @@ def trained(
     ],
 )
 def test_settings_that_the_model_sets_and_rows_leave_out_are_refused(
-    columns: dict[str, Any], settings: Any, model: str, tmp_path: Path
-) -> None:
+    columns, settings, model, tmp_path
+):
     assert trained(tmp_path, model, columns, **settings) == "sampling_defaults"
 
 
-def test_the_refusal_names_the_row_the_settings_and_the_remedy(
-    model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_refusal_names_the_row_the_settings_and_the_remedy(model, tmp_path, capfd):
     dataset = write_dataset(tmp_path / "ds", rows(), logprobs_mode="raw")
     assert run(["train", dataset, "--model", model, "--out", str(tmp_path / "run")]) == 1
     said = capfd.readouterr().err
@@ -79,9 +72,7 @@ def test_the_refusal_names_the_row_the_settings_and_the_remedy(
 
 
 @pytest.mark.parametrize("mode", ["raw", "processed", "allowed"])
-def test_the_models_settings_train_like_recorded_ones(
-    mode: str, model: str, tmp_path: Path
-) -> None:
+def test_the_models_settings_train_like_recorded_ones(mode, model, tmp_path):
     for name in ("absent", "present"):
         (tmp_path / name).mkdir()
     allowed = {"allow_mismatched_logprobs": mode == "allowed"}
@@ -110,21 +101,19 @@ def test_the_models_settings_train_like_recorded_ones(
     ],
 )
 def test_rows_that_record_or_do_not_need_the_settings_train(
-    columns: Any, settings: Any, defaults: Any, model: str, tmp_path: Path
-) -> None:
+    columns, settings, defaults, model, tmp_path
+):
     write_defaults(model, defaults)
     assert isinstance(trained(tmp_path, model, columns, **settings), dict)
 
 
 @pytest.mark.parametrize("defaults", [{"repetition_penalty": 1.1}, {"min_p": 0.1}])
-def test_penalties_of_the_model_are_settings_too(defaults: Any, model: str, tmp_path: Path) -> None:
+def test_penalties_of_the_model_are_settings_too(defaults, model, tmp_path):
     write_defaults(model, defaults)
     assert trained(tmp_path, model, {}) == "sampling_defaults"
 
 
-def test_rows_without_settings_are_noted_with_their_count(
-    model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_without_settings_are_noted_with_their_count(model, tmp_path, capfd):
     Path(model, "generation_config.json").unlink(missing_ok=True)
     dataset = write_dataset(tmp_path / "ds", rows(temperature=1.0), logprobs_mode="raw")
     assert run(["train", dataset, "--model", model, "--out", str(tmp_path / "run")]) == 0
@@ -138,7 +127,7 @@ VALUES = st.one_of(
 
 
 @given(st.dictionaries(st.sampled_from([*USED, "min_p", "repetition_penalty", "x"]), VALUES))
-def test_any_generation_config_is_read_without_failing(settings: Any) -> None:
+def test_any_generation_config_is_read_without_failing(settings):
     with tempfile.TemporaryDirectory() as folder:
         write_defaults(folder, settings)
         found = sampling_defaults(folder)

@@ -1,11 +1,7 @@
 """Rows with the sets that they were sampled from: log-probabilities are normalised over these."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 import pipelines
 import rollout_io
@@ -25,34 +20,29 @@ from tests.helpers.configs import train_config
 from tests.helpers.examples import examples
 from tests.helpers.trainer_helpers import (
     VOCAB,
-    Row,
     group_rows,
     make_batch,
-    plain_logprobs,
+    metrics_of,
     relative_difference,
     run_of,
-    save_tiny_model,
     tiny_policy,
     write_dataset,
 )
 from tests.helpers.tree_helpers import (
-    TrajectoryIds,
     batch_of,
     check_same,
     families,
     mini_batch_of,
     updated,
 )
-from trainer.batch import Batch
 from trainer.engine.embedded import TransformersEngine
 from trainer.loss import policy_logprobs
-from trainer.models.logprob_head import set_logprobs, target_logprobs
+from trainer.models.logprob_head import set_logprobs
 
 NUM_IDS = 11
-Sets = list[list[int]]
 
 
-def literal(logits: Tensor, token: Tensor, temperature: Tensor, sets: Sets, cap: Any) -> Any:
+def literal(logits, token, temperature, sets, cap):
     """The formula in float64, set by set."""
     logprobs, entropies = [], []
     for row, ids in enumerate(sets):
@@ -63,12 +53,12 @@ def literal(logits: Tensor, token: Tensor, temperature: Tensor, sets: Sets, cap:
     return torch.stack(logprobs), torch.stack(entropies)
 
 
-def ids_of(sets: Sets) -> tuple[Tensor, Tensor]:
+def ids_of(sets):
     return torch.tensor([i for ids in sets for i in ids]), torch.tensor([len(s) for s in sets])
 
 
 @st.composite
-def sets_of_targets(draw: st.DrawFn) -> tuple[list[int], Sets]:
+def sets_of_targets(draw):
     """Tokens with sets that hold them, of any size up to the vocabulary."""
     tokens = draw(st.lists(st.integers(0, NUM_IDS - 1), min_size=1, max_size=6))
     others = st.sets(st.integers(0, NUM_IDS - 1))
@@ -81,9 +71,7 @@ def sets_of_targets(draw: st.DrawFn) -> tuple[list[int], Sets]:
     st.sampled_from([None, 3.0]),
     st.sampled_from([0.1, 4.0, 40.0]),
 )
-def test_values_and_gradients_are_those_of_the_formula_in_float64(
-    drawn: tuple[list[int], Sets], seed: int, cap: Any, size: float
-) -> None:
+def test_values_and_gradients_are_those_of_the_formula_in_float64(drawn, seed, cap, size):
     tokens, sets = drawn
     generator = torch.Generator().manual_seed(seed)
     logits = size * torch.randn(len(tokens), NUM_IDS, generator=generator)
@@ -107,21 +95,7 @@ def test_values_and_gradients_are_those_of_the_formula_in_float64(
     assert not gradients[0][outside].any()
 
 
-def test_sets_of_the_entire_vocabulary_change_nothing() -> None:
-    logits = 3 * torch.randn(5, NUM_IDS, generator=torch.Generator().manual_seed(0))
-    token, temperature = torch.arange(5), torch.linspace(0.5, 2.0, 5)
-    sets = ids_of([list(range(NUM_IDS))] * 5)
-    leaves = [logits.clone().requires_grad_() for _ in range(2)]
-    found = set_logprobs(leaves[0] * 1, token, temperature, *sets, scale=0.5)
-    expected = target_logprobs(leaves[1] * 1, token, temperature, scale=0.5)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs)
-    for outputs in (found, expected):
-        outputs[0].sum().backward()
-    torch.testing.assert_close(leaves[0].grad, leaves[1].grad)
-
-
-def with_support(batch: Batch, seed: int) -> Batch:
+def with_support(batch, seed):
     """Sets for about half of the batch's tokens; the same tokens after the same ones share them."""
     rows, ids = [], batch.responses.values
     row_of = batch.responses.row_of(np.arange(len(ids)))
@@ -139,9 +113,7 @@ def with_support(batch: Batch, seed: int) -> Batch:
 
 @settings(max_examples=examples(15))
 @given(families(), st.integers(0, 99), st.sampled_from([12, 40]), st.sampled_from([1, 3, 99]))
-def test_layouts_micro_batches_and_chunks_agree(
-    family: tuple[list[Row], TrajectoryIds], seed: int, budget: int, chunk: int
-) -> None:
+def test_layouts_micro_batches_and_chunks_agree(family, seed, budget, chunk):
     policy = tiny_policy(chunk=chunk)
     policy.entropy_gradient = True
     batch = with_support(batch_of(family), seed)
@@ -158,7 +130,7 @@ def test_layouts_micro_batches_and_chunks_agree(
         check_same(found, expected)
 
 
-def reference(policy: Any, batch: Batch, rows: list[Row]) -> Tensor:
+def reference(policy, batch, rows):
     """[T] log-probabilities from one plain forward per row, normalised over the sets in float64."""
     assert batch.support is not None
     parts, slot = [], 0
@@ -173,21 +145,10 @@ def reference(policy: Any, batch: Batch, rows: list[Row]) -> Tensor:
     return torch.stack(parts).float()
 
 
-def test_a_batch_without_sets_is_forwarded_as_before() -> None:
-    rows: list[Row] = [([1, 2], [3, 4], [True, True])]
-    batch = make_batch(rows)
-    (forest,) = mini_batch_of(batch, sequence_layout="step").forests
-    assert batch.support is None
-    assert forest.sets is None
-    policy = tiny_policy()
-    found = policy_logprobs(run_of(policy), batch, [forest])
-    torch.testing.assert_close(found, plain_logprobs(policy.model, rows).detach())
-
-
-def sampled_rows(model: str, sampling: Sampling, num_groups: int = 2) -> list[dict[str, Any]]:
+def sampled_rows(model, sampling, num_groups=2):
     """Rows as the embedded engine samples them."""
 
-    async def sample() -> list[Any]:
+    async def sample():
         engine = TransformersEngine(trainer_model(model), tokenizer_of())
         async with engine:
             prompts = [[5 + group, 9, 3] for group in range(num_groups) for _ in range(2)]
@@ -219,7 +180,7 @@ def sampled_rows(model: str, sampling: Sampling, num_groups: int = 2) -> list[di
     return rows
 
 
-def trainer_model(path: str) -> Any:
+def trainer_model(path):
     from trainer.models.policy import load_policy
 
     return load_policy(path, logprob_chunk_tokens=64).model
@@ -234,18 +195,8 @@ class tokenizer_of:
 
     class backend:
         @staticmethod
-        def decode(ids: list[int], **_: Any) -> str:
+        def decode(ids, **_):
             return " ".join(map(str, ids))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-def first_metrics(out: Path) -> dict[str, Any]:
-    line: dict[str, Any] = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])
-    return line
 
 
 SAMPLINGS = {
@@ -257,15 +208,15 @@ SAMPLINGS = {
 
 @pytest.mark.parametrize(("layout", "sampling"), SAMPLINGS.items())
 def test_the_ratio_is_1_at_the_weights_that_sampled_truncated_rows(
-    model: str, tmp_path: Path, sampling: Sampling, layout: str
-) -> None:
+    model, tmp_path, sampling, layout
+):
     rows = sampled_rows(model, sampling)
     dataset = write_dataset(tmp_path / "ds", rows)  # of unknown logprobs_mode
     config = train_config(
         dataset=dataset, model=model, out=str(tmp_path / "run"), sequence_layout=layout
     )
     trainer.train(config)
-    line = first_metrics(tmp_path / "run")
+    line = metrics_of(tmp_path / "run")[0]
     assert line["rollout_logprobs_abs_diff_max"] < 1e-4
     assert line["is_ratio_mean"] == pytest.approx(1, abs=1e-5)
     assert line["is_ratio_max"] < 1 + 1e-4
@@ -281,26 +232,24 @@ def test_the_ratio_is_1_at_the_weights_that_sampled_truncated_rows(
     with pytest.raises(RolloutError, match="sampling_support does not record them"):
         trainer.train(train_config(**config, sequence_layout=layout))
     trainer.train(train_config(**config, sequence_layout=layout, allow_mismatched_logprobs=True))
-    assert first_metrics(tmp_path / "b")["rollout_logprobs_diff_mean"] < -0.05
+    assert metrics_of(tmp_path / "b")[0]["rollout_logprobs_diff_mean"] < -0.05
 
 
-def drop_sets(row: dict[str, Any]) -> None:
+def drop_sets(row):
     row["sampling_support"] = None
 
 
-def drop_a_set(row: dict[str, Any]) -> None:
+def drop_a_set(row):
     row["sampling_support"][2] = []
 
 
-def certain_token(row: dict[str, Any]) -> None:
+def certain_token(row):
     row["sampling_support"][2] = [row["response_ids"][2]]
     row["rollout_logprobs"][2] = -0.5
 
 
 @pytest.mark.parametrize("change", [drop_sets, drop_a_set, certain_token])
-def test_rows_without_sets_at_trained_tokens_are_refused_as_before(
-    model: str, tmp_path: Path, change: Any
-) -> None:
+def test_rows_without_sets_at_trained_tokens_are_refused_as_before(model, tmp_path, change):
     rows = sampled_rows(model, SAMPLINGS["step"])
     change(rows[1])
     dataset = write_dataset(tmp_path / "ds", rows)
@@ -319,7 +268,7 @@ def test_rows_without_sets_at_trained_tokens_are_refused_as_before(
         )
 
 
-def test_sets_survive_merging_a_rewrite_and_unmerging(tmp_path: Path) -> None:
+def test_sets_survive_merging_a_rewrite_and_unmerging(tmp_path):
     rows = group_rows(1, (1.0, 0.0), rollout_logprobs=[-0.5] * 4)
     for row in rows:
         row["sampling_support"] = [[token, (token + 1) % VOCAB] for token in row["response_ids"]]
@@ -335,7 +284,7 @@ def test_sets_survive_merging_a_rewrite_and_unmerging(tmp_path: Path) -> None:
     assert again["sampling_support"].to_list() == table["sampling_support"].to_pylist()
 
 
-def test_gradients_of_single_rows_use_the_sets() -> None:
+def test_gradients_of_single_rows_use_the_sets():
     """What blame computes row by row adds up to the gradient of the update."""
     from trainer.forensics.blame.gradients import linearize
 

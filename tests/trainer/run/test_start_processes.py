@@ -6,8 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -24,7 +22,7 @@ from trainer.distributed.processes import STARTER, STORE
 NIGHTLY = pytest.mark.nightly
 
 
-def children_of(process: psutil.Process, num: int) -> dict[int, psutil.Process]:
+def children_of(process, num):
     """The processes that it has started, by rank, once there are so many."""
     until = time.monotonic() + 60
     while time.monotonic() < until:
@@ -42,8 +40,8 @@ def children_of(process: psutil.Process, num: int) -> dict[int, psutil.Process]:
 
 @pytest.mark.slow
 def test_the_main_processes_error_is_printed_once_and_its_status_is_that_of_the_command(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, capfd
+):
     status = start.start_processes(2, ["rl", str(tmp_path / "missing.toml"), "-o", "run"], "resume")
     assert status == 1
     assert capfd.readouterr().err.count("missing.toml") == 1
@@ -51,15 +49,13 @@ def test_the_main_processes_error_is_printed_once_and_its_status_is_that_of_the_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1, 2])
-def test_a_killed_process_ends_all_with_one_sentence(
-    killed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_process_ends_all_with_one_sentence(killed, tmp_path, monkeypatch):
     """The processes serve a recorder, which would run for ever."""
     monkeypatch.setattr(start, "NOTICE_S", 0.1)
     monkeypatch.setattr(start, "END_S", 0.1)
-    found: dict[int, psutil.Process] = {}
+    found = {}
 
-    def kill() -> None:
+    def kill():
         found.update(children_of(psutil.Process(), 3))
         found[killed].kill()
 
@@ -85,13 +81,13 @@ def test_a_killed_process_ends_all_with_one_sentence(
     assert not any(child.is_running() for child in found.values())
 
 
-def launched(*arguments: str) -> subprocess.Popen[str]:
+def launched(*arguments):
     words = [sys.executable, "-P", "-m", "rollout_io", *arguments]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(words, text=True, **pipes)
 
 
-def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+def wait_for(path, process):
     until = time.monotonic() + 300
     while not path.exists() and time.monotonic() < until and process.poll() is None:
         time.sleep(0.01)
@@ -99,7 +95,7 @@ def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def toml(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+def toml(tmp_path_factory, tokenizer):
     folder = tmp_path_factory.mktemp("rl")
     config = config_of(folder, save_model(folder / "model", tokenizer), num_iterations=999)
     (folder / "c.toml").write_text(as_toml(config))
@@ -108,9 +104,7 @@ def toml(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [*(pytest.param(n, marks=NIGHTLY) for n in (0, 1)), None])
-def test_a_loop_whose_process_or_starter_is_killed_leaves_nothing_behind(
-    killed: int | None, toml: Path, tmp_path: Path
-) -> None:
+def test_a_loop_whose_process_or_starter_is_killed_leaves_nothing_behind(killed, toml, tmp_path):
     out = tmp_path / "run"
     process = launched("rl", str(toml), "--out", str(out), "--num-processes", "2")
     wait_for(out / "weights" / "version_2", process)
@@ -134,9 +128,7 @@ def test_a_loop_whose_process_or_starter_is_killed_leaves_nothing_behind(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_starter_stops_the_loop_as_in_one_process(
-    number: signal.Signals, toml: Path, tmp_path: Path
-) -> None:
+def test_a_signal_to_the_starter_stops_the_loop_as_in_one_process(number, toml, tmp_path):
     out = tmp_path / "run"
     shared = ["--num-processes", "2", "--set", "loop.num_iterations=20"]
     process = launched("rl", str(toml), "--out", str(out), *shared)
@@ -155,7 +147,7 @@ def test_a_signal_to_the_starter_stops_the_loop_as_in_one_process(
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_training_in_two_processes_without_a_traceback(tmp_path: Path) -> None:
+def test_ctrl_c_saves_training_in_two_processes_without_a_traceback(tmp_path):
     dataset = write_dataset(tmp_path / "ds", group_rows(2, (1.0, 0.0)))
     model, out = save_tiny_model(tmp_path / "model"), tmp_path / "run"
     sizes = ["batch.groups_per_batch=2", "batch.groups_per_mini_batch=1", "model.lora_rank=2"]
@@ -176,7 +168,7 @@ def test_ctrl_c_saves_training_in_two_processes_without_a_traceback(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_train_in_two_processes(tmp_path: Path) -> None:
+def test_train_in_two_processes(tmp_path):
     rows = group_rows(4, (1.0, 0.0))
     dataset = write_dataset(tmp_path / "ds", rows)
     model = save_tiny_model(tmp_path / "model")
@@ -196,15 +188,15 @@ def test_train_in_two_processes(tmp_path: Path) -> None:
             assert line[name] == pytest.approx(other[name], rel=1e-5, abs=1e-5), name
 
 
-def test_processes_of_another_launcher_are_not_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_of_another_launcher_are_not_multiplied(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="in a process that a launcher has started"):
         in_processes(2, "resume")
 
 
 def test_a_process_whose_starter_was_killed_at_once_does_not_wait_for_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     variables = {STORE: str(tmp_path / "store"), STARTER: "1", "WORLD_SIZE": "2", "RANK": "1"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

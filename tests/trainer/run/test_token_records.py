@@ -1,10 +1,6 @@
 """`record_tokens`: the files hold what entered the loss, at the rows of the dataset."""
 
-import json
 import re
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -28,6 +24,7 @@ from tests.helpers.configs import train_config
 from tests.helpers.own_functions import SEEN
 from tests.helpers.trainer_helpers import (
     VOCAB,
+    lines_of,
     plain_logprobs,
     save_tiny_model,
     step,
@@ -35,11 +32,10 @@ from tests.helpers.trainer_helpers import (
 )
 from trainer.run.token_records import SAMPLED_GROUPS
 
-TIMES = {"seconds", "tokens_per_s"}
 MINE = "tests.helpers.own_functions"
 KEYS = ("trajectory_id", "step_index")
 LISTS = [c.name for c in TOKEN_RECORD_COLUMNS if c.length.value == "response"]
-COMMON: dict[str, Any] = {
+COMMON = {
     "record_tokens": "all",
     "groups_per_batch": 4,
     "groups_per_mini_batch": 2,
@@ -54,7 +50,7 @@ COMMON: dict[str, Any] = {
 }
 UPDATES = [("g0", "g1"), ("g2", "g3")] * 2 + [("g4", "g5")] * 2
 """Groups of each update with these settings."""
-RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+RUNS = {
     "steps": ("steps", {"sequence_layout": "step", "kl_loss_coef": 0.1}),
     "merged rows of steps": ("steps", {"entropy_loss_coef": 0.01, "reduction": "prompt_mean"}),
     "tree": ("steps", {"sequence_layout": "tree", "lora_rank": 2, "kl_loss_coef": 0.1}),
@@ -79,7 +75,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def trajectory(rng: np.random.Generator, group: str, repetition: int) -> list[dict[str, Any]]:
+def trajectory(rng, group, repetition):
     """Four steps of an agent and its sub-agent, by turns; some response tokens are not trained."""
     lanes = [rng.integers(0, VOCAB, n).tolist() for n in (5, 3)]
     rows = []
@@ -97,7 +93,7 @@ def trajectory(rng: np.random.Generator, group: str, repetition: int) -> list[di
 
 
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def paths(tmp_path_factory):
     """Six groups of two trajectories and a failed one: as steps, merged, and half of them merged."""
     folder, rng = tmp_path_factory.mktemp("start"), np.random.default_rng(3)
     rows = [row for g in range(6) for r in range(2) for row in trajectory(rng, f"g{g}", r)]
@@ -117,17 +113,17 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
-def run(paths: dict[str, str], out: Path, dataset: str = "steps", **settings: Any) -> Path:
+def run(paths, out, dataset="steps", **settings):
     given = {"dataset": paths[dataset], "model": paths["model"], "out": str(out)}
     trainer.train(train_config(**given, **COMMON | settings))
     return out
 
 
-def records_of(out: Path, global_step: int) -> pl.DataFrame:
+def records_of(out, global_step):
     return pl.read_parquet(token_record_path(out, global_step))
 
 
-def targets_of(records: pl.DataFrame) -> pl.DataFrame:
+def targets_of(records):
     """One row per target: its keys, its position in the response, and its values."""
     position = pl.int_ranges(pl.col("loss_mask").list.len()).alias("position")
     lists = [name for name in LISTS if records[name].null_count() == 0]
@@ -135,16 +131,9 @@ def targets_of(records: pl.DataFrame) -> pl.DataFrame:
     return one_each.explode("position", *lists).filter("loss_mask")
 
 
-def lines_of(out: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
-def test_every_target_is_recorded_once_with_the_numbers_of_the_loss(
-    name: str, paths: dict[str, str], tmp_path: Path
-) -> None:
+def test_every_target_is_recorded_once_with_the_numbers_of_the_loss(name, paths, tmp_path):
     dataset, settings = RUNS[name]
     out = run(paths, tmp_path / "run", dataset, **settings)
     stored = rollout_io.scan(paths[dataset]).collect()
@@ -166,9 +155,7 @@ def test_every_target_is_recorded_once_with_the_numbers_of_the_loss(
     assert (clipped > 0) == (name != "supervised")
 
 
-def check_rows(
-    records: pl.DataFrame, stored: pl.DataFrame, groups: Sequence[str], cut_at: int | None
-) -> None:
+def check_rows(records, stored, groups, cut_at):
     """Every stored row of the groups with a target is there, in order, and marks its targets."""
     rows = stored.filter(pl.col("instance_id").is_in(groups), pl.col("error").is_null())
     rows = rows.filter(pl.col("loss_mask").list.any())
@@ -187,7 +174,7 @@ def check_rows(
     assert set(records.select(KEYS).rows()) == set(kept.select(KEYS).rows())
 
 
-def check_numbers(targets: pl.DataFrame, line: dict[str, Any], settings: dict[str, Any]) -> None:
+def check_numbers(targets, line, settings):
     """The reported loss, divergence, entropy and shares are those of the recorded numbers."""
     shares = targets["weights"].to_numpy() * targets["losses"].to_numpy()
     has_terms = {"kl_loss_coef", "entropy_loss_coef"} & settings.keys()
@@ -212,7 +199,7 @@ def check_numbers(targets: pl.DataFrame, line: dict[str, Any], settings: dict[st
     assert ("ref_logprobs" in targets.columns) == bool(has_reference)
 
 
-def check_logprobs(records: pl.DataFrame, stored: pl.DataFrame, model: str) -> None:
+def check_logprobs(records, stored, model):
     """The log-probabilities are those of a plain forward of the stored row, before the step."""
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     rows = records.join(stored, on=KEYS, maintain_order="left")
@@ -231,9 +218,7 @@ def check_logprobs(records: pl.DataFrame, stored: pl.DataFrame, model: str) -> N
 
 
 @pytest.mark.slow
-def test_the_values_are_bit_for_bit_those_that_the_loss_was_given(
-    paths: dict[str, str], tmp_path: Path
-) -> None:
+def test_the_values_are_bit_for_bit_those_that_the_loss_was_given(paths, tmp_path):
     SEEN.clear()
     settings = {"token_mask_is_threshold_low": None, "token_mask_is_threshold_high": None}
     own = {"policy_loss_type": f"{MINE}:watched", "reduction": f"{MINE}:trajectory_mean"}
@@ -250,9 +235,7 @@ def test_the_values_are_bit_for_bit_those_that_the_loss_was_given(
 
 
 @pytest.mark.slow
-def test_recording_changes_no_result_and_a_sample_is_a_part_of_all(
-    paths: dict[str, str], tmp_path: Path
-) -> None:
+def test_recording_changes_no_result_and_a_sample_is_a_part_of_all(paths, tmp_path):
     settings = {"groups_per_batch": 6, "groups_per_mini_batch": 6, "epochs_per_batch": 3}
     outs = {
         how: run(paths, tmp_path / how, record_tokens=how, kl_loss_coef=0.1, **settings)
@@ -278,9 +261,7 @@ def test_recording_changes_no_result_and_a_sample_is_a_part_of_all(
     assert other != chosen
 
 
-def test_the_files_have_the_declared_schema_and_the_log_says_their_size(
-    paths: dict[str, str], tmp_path: Path, capfd: Any
-) -> None:
+def test_the_files_have_the_declared_schema_and_the_log_says_their_size(paths, tmp_path, capfd):
     import pyarrow.parquet as pq
 
     out = run(paths, tmp_path / "run", max_updates=2)
@@ -290,9 +271,7 @@ def test_the_files_have_the_declared_schema_and_the_log_says_their_size(
     assert said in capfd.readouterr().err
 
 
-def test_a_skipped_mini_batch_has_no_file_and_the_next_update_takes_its_number(
-    tmp_path: Path,
-) -> None:
+def test_a_skipped_mini_batch_has_no_file_and_the_next_update_takes_its_number(tmp_path):
     rows = [
         step(f"g{g}", r, 0, [1, 2], [3 + r, 4], reward=float(r), is_last_step=True)
         for g in range(3)
@@ -311,9 +290,7 @@ def test_a_skipped_mini_batch_has_no_file_and_the_next_update_takes_its_number(
     assert groups == [["g0"], ["g2"]]
 
 
-def test_a_new_run_removes_the_records_of_a_run_that_was_deleted(
-    paths: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_new_run_removes_the_records_of_a_run_that_was_deleted(paths, tmp_path):
     (tmp_path / "run" / "tokens").mkdir(parents=True)
     for name in (
         "global_step_1.parquet",
@@ -328,8 +305,8 @@ def test_a_new_run_removes_the_records_of_a_run_that_was_deleted(
 
 @pytest.mark.slow
 def test_all_updates_are_scanned_in_order_and_the_example_of_the_documentation_runs(
-    paths: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+    paths, tmp_path, monkeypatch, capsys
+):
     out = run(paths, tmp_path / "run", num_epochs=2)
     scanned = pipelines.scan_token_records(out).collect()
     wanted = [records_of(out, number) for number in range(1, 13)]
@@ -354,7 +331,7 @@ def test_all_updates_are_scanned_in_order_and_the_example_of_the_documentation_r
     assert f"{largest[0]:.6f}"[:7] in printed
 
 
-def test_an_unknown_value_is_refused_by_name(paths: dict[str, str], capfd: Any) -> None:
+def test_an_unknown_value_is_refused_by_name(paths, capfd):
     command = ["train", paths["steps"], "--model", paths["model"], "--out", "x"]
     assert main([*command, "--set", "run.record_tokens=some"]) == 1
     assert "record_tokens" in capfd.readouterr().err

@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -17,6 +15,7 @@ from rollout_io.cli.main import run as main
 from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import (
     load_batch,
+    metrics_of,
     relative_difference,
     save_tiny_model,
     step,
@@ -29,7 +28,7 @@ from trainer.models.policy import load_policy
 from trainer.run.warnings import warnings_before
 
 CUT = {"num_forwarded_tokens", "num_micro_batches", "seconds", "tokens_per_s", "repeated_share"}
-RUNS: dict[str, dict[str, Any]] = {
+RUNS = {
     "grpo": {"kl_loss_coef": 0.1, "reduction": "prompt_mean"},
     "gae": {
         "estimator": "gae",
@@ -41,7 +40,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def paths(tmp_path_factory):
     """Two groups: one prompt each, thinking that the next prompt leaves out, answers that recur."""
     folder, rng = tmp_path_factory.mktemp("tree"), np.random.default_rng(0)
     rows = []
@@ -61,20 +60,18 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"dataset": write_dataset(folder / "ds", rows), "model": model}
 
 
-def lines_of(paths: dict[str, str], out: Path, **settings: Any) -> list[dict[str, Any]]:
-    common: dict[str, Any] = {
+def lines_of(paths, out, **settings):
+    common = {
         "groups_per_mini_batch": 1, "epochs_per_batch": 2, "learning_rate": 3e-4,
         "tokens_per_micro_batch": 40,
     }  # fmt: skip
     trainer.train(train_config(**paths, **common | settings, out=str(out)))
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return metrics_of(out)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_on_trees_has_the_numbers_of_a_run_on_steps(
-    name: str, paths: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_run_on_trees_has_the_numbers_of_a_run_on_steps(name, paths, tmp_path):
     steps, trees = (
         lines_of(paths, tmp_path / layout, sequence_layout=layout, **RUNS[name])
         for layout in ("step", "tree")
@@ -88,9 +85,7 @@ def test_a_run_on_trees_has_the_numbers_of_a_run_on_steps(
 
 
 @pytest.mark.slow
-def test_the_plan_says_what_each_scope_forwards_and_repeats(
-    paths: dict[str, str], tmp_path: Path, capfd: Any
-) -> None:
+def test_the_plan_says_what_each_scope_forwards_and_repeats(paths, tmp_path, capfd):
     settings = [
         "batch.sequence_layout=tree",
         "batch.tokens_per_micro_batch=40",
@@ -103,7 +98,7 @@ def test_the_plan_says_what_each_scope_forwards_and_repeats(
     assert main([*command, "--dry-run", "--json"]) == 0
     plan = json.loads(capfd.readouterr().out)
     assert main(command) == 0
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(tmp_path / "run")
     found = plan["layouts"]["tree_per_group"]
     assert plan["trained_layout"] == "tree_per_group"
     assert found["num_tokens"] == sum(line["num_forwarded_tokens"] for line in lines)
@@ -115,10 +110,10 @@ def test_the_plan_says_what_each_scope_forwards_and_repeats(
     assert plan["layouts"]["merge"]["repeated_share"] is None
 
 
-def test_what_counts_by_row_counts_steps_which_a_warning_says() -> None:
+def test_what_counts_by_row_counts_steps_which_a_warning_says():
     rows = pl.DataFrame({"instance_id": "a", "trajectory_id": ["a_0", "a_0"], "trains": True})
     rows = rows.with_columns(num_forwarded_tokens=2)
-    settings: dict[str, Any] = {"sequence_layout": "tree", "reduction": "sequence_mean"}
+    settings = {"sequence_layout": "tree", "reduction": "sequence_mean"}
     config = train_config(dataset="d", model="m", out="o", **settings)
     plan = Plan(trajectories=rows, batches=(), num_groups_without_variance=0)
     assert "trajectories (1) are split into rows (2)" in warnings_before(rows, plan, config)["rows"]
@@ -130,8 +125,8 @@ def test_what_counts_by_row_counts_steps_which_a_warning_says() -> None:
     ("num_layers", "num_trajectories"), [(4, 2), pytest.param(30, 4, marks=pytest.mark.nightly)]
 )
 def test_the_gradient_of_real_rollouts_on_a_real_model_is_that_of_steps(
-    num_layers: int, num_trajectories: int, smollm2_dir: Path, shop_dataset: Path
-) -> None:
+    num_layers, num_trajectories, smollm2_dir, shop_dataset
+):
     policy = load_policy(str(smollm2_dir), logprob_chunk_tokens=256, trees=True)
     del policy.model.base_model.layers[num_layers:]
     rollouts = rollout_io.scan(str(shop_dataset))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from tests.helpers.examples import examples
 from tests.helpers.losses_helpers import CORRECTIONS, POLICY_LOSSES, REDUCTIONS, TERMS, named
 from tests.helpers.trainer_helpers import (
-    Row,
     make_batch,
     plain_logprobs,
     relative_difference,
@@ -21,7 +19,6 @@ from tests.helpers.trainer_helpers import (
     tiny_policy,
 )
 from tests.helpers.tree_helpers import (
-    TrajectoryIds,
     batch_of,
     batch_of_estimator,
     check_same,
@@ -36,14 +33,11 @@ from tests.trainer.algorithms.test_advantages_critic import (
     run_of_critic,
     tiny_critic,
 )
-from trainer.batch import Batch
 from trainer.loss import critic_values, policy_logprobs
 from trainer.models.lora import add_adapter
-from trainer.models.policy import Policy
 from trainer.run.batch_advantages import estimate
 from trainer.update import update_critic
 
-Family = tuple[list[Row], TrajectoryIds]
 ESTIMATORS = ("grpo", "rloo", "maxrl", "reinforce++", "gae")
 BUDGETS = st.sampled_from([25, 40, 4096])
 SCOPES = st.sampled_from(["trajectory", "group"])
@@ -52,9 +46,7 @@ REFERENCE = tiny_policy(seed=3)
 CRITIC = tiny_critic()
 
 
-def check_layouts_agree(
-    family: Family, config: dict[str, Any], seed: int, budget: int, scope: str
-) -> None:
+def check_layouts_agree(family, config, seed, budget, scope):
     """Advantages, old and reference log-probabilities and the update, each by either layout."""
     batch = batch_of_estimator(family, config_of(**config), seed)
     moved = 0.3 * torch.tensor([noise - 0.5 for row in family[0] for noise in noises(row, 2)])
@@ -91,15 +83,8 @@ def check_layouts_agree(
     SCOPES,
 )
 def test_every_loss_with_some_reduction_estimator_and_term(
-    loss: dict[str, Any],
-    family: Family,
-    reduction: dict[str, Any],
-    estimator: str,
-    term: dict[str, Any],
-    seed: int,
-    budget: int,
-    scope: str,
-) -> None:
+    loss, family, reduction, estimator, term, seed, budget, scope
+):
     config = {"tis_ratio_type": None} | loss | term | reduction
     config |= {} if loss["policy_loss_type"] == "cross_entropy" else {"estimator": estimator}
     check_layouts_agree(family, config, seed, budget, scope)
@@ -108,9 +93,7 @@ def test_every_loss_with_some_reduction_estimator_and_term(
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=named)
 @settings(max_examples=4, deadline=None)
 @given(families(), st.integers(0, 99), BUDGETS)
-def test_every_correction_for_the_sampler(
-    correction: dict[str, Any], family: Family, seed: int, budget: int
-) -> None:
+def test_every_correction_for_the_sampler(correction, family, seed, budget):
     check_layouts_agree(family, correction, seed, budget, "group")
 
 
@@ -125,17 +108,13 @@ PRODUCT = [
 @pytest.mark.parametrize("config", PRODUCT, ids=named)
 @settings(max_examples=examples(10), deadline=None)
 @given(families(), st.integers(0, 99), BUDGETS, SCOPES)
-def test_every_loss_with_every_reduction_and_estimator(
-    config: dict[str, Any], family: Family, seed: int, budget: int, scope: str
-) -> None:
+def test_every_loss_with_every_reduction_and_estimator(config, family, seed, budget, scope):
     check_layouts_agree(family, {"tis_ratio_type": None} | config, seed, budget, scope)
 
 
 @settings(max_examples=examples(15), deadline=None)
 @given(families(), BUDGETS)
-def test_log_probabilities_are_those_of_one_plain_forward_a_row(
-    family: Family, budget: int
-) -> None:
+def test_log_probabilities_are_those_of_one_plain_forward_a_row(family, budget):
     batch = batch_of(family)
     forests = mini_batch_of(batch, tokens_per_micro_batch=budget).forests
     found = policy_logprobs(run_of(POLICY), batch, forests)
@@ -148,7 +127,7 @@ def test_log_probabilities_are_those_of_one_plain_forward_a_row(
 
 @settings(max_examples=examples(10), deadline=None)
 @given(families(), BUDGETS, st.integers(0, 99))
-def test_the_critics_gradient_is_that_of_steps(family: Family, budget: int, seed: int) -> None:
+def test_the_critics_gradient_is_that_of_steps(family, budget, seed):
     config = config_of(estimator="gae")
     batch = batch_of_estimator(family, config, seed)
     found = []
@@ -162,7 +141,7 @@ def test_the_critics_gradient_is_that_of_steps(family: Family, budget: int, seed
             Accelerator(), dataclasses.replace(batch, values=values), config.advantage
         ).value_targets
         assert targets is not None
-        kept: list[torch.Tensor] = []
+        kept = []
         learner.critic_optimizer.register_step_pre_hook(
             lambda *_, c=critic, kept=kept: kept.append(all_gradients(c))
         )
@@ -174,7 +153,7 @@ def test_the_critics_gradient_is_that_of_steps(family: Family, budget: int, seed
     assert relative_difference(gradient, expected) < 1e-5
 
 
-def adapted() -> Policy:
+def adapted():
     policy = tiny_policy()
     add_adapter(policy, config_of(lora_rank=4).model)
     generator = torch.Generator().manual_seed(1)
@@ -184,7 +163,7 @@ def adapted() -> Policy:
     return policy
 
 
-def recomputing() -> Policy:
+def recomputing():
     policy = tiny_policy(chunk=3)
     policy.checkpoint_layers()
     return policy
@@ -197,9 +176,7 @@ def recomputing() -> Policy:
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @settings(max_examples=5, deadline=None)
 @given(families(), st.integers(0, 99))
-def test_adapters_and_gradient_checkpointing(
-    make: Any, like: Any, family: Family, seed: int
-) -> None:
+def test_adapters_and_gradient_checkpointing(make, like, family, seed):
     batch = batch_of_estimator(family, config_of(), seed)
     found = [
         updated(policy, batch, mini_batch_of(batch, sequence_layout=layout).forests, None, None)
@@ -208,9 +185,9 @@ def test_adapters_and_gradient_checkpointing(
     check_same(found[1], found[0])
 
 
-def test_a_token_that_several_rows_sampled_counts_for_each_of_them() -> None:
-    row: Row = ([1, 2, 3], [4, 5, 6], [True, True, True])
-    batch: Batch = make_batch(
+def test_a_token_that_several_rows_sampled_counts_for_each_of_them():
+    row = ([1, 2, 3], [4, 5, 6], [True, True, True])
+    batch = make_batch(
         [row] * 3, trajectories=[("a", f"a_{n}") for n in range(3)], advantages=[1.0, 0.5, -0.25]
     )
     once = make_batch([row], advantages=[1.25 / 3])

@@ -1,9 +1,6 @@
 """What a run says about its sampler's log-probabilities, and why they are not its own."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -13,7 +10,6 @@ from hypothesis import strategies as st
 
 from tests.helpers.trainer_helpers import (
     VOCAB,
-    Row,
     forests_of,
     make_batch,
     plain_logprobs,
@@ -23,12 +19,10 @@ from tests.helpers.trainer_helpers import (
 from trainer.run.metrics import agreement
 from trainer.run.warnings import LARGE_DIFFERENCE_NATS, sampler_mismatch
 
-ROWS: list[Row] = [
-    ([i, i + 1], [(7 * i + 3 * j) % VOCAB for j in range(12)], [True] * 12) for i in range(4)
-]
+ROWS = [([i, i + 1], [(7 * i + 3 * j) % VOCAB for j in range(12)], [True] * 12) for i in range(4)]
 
 
-def cause_of(rollout_logprobs: torch.Tensor, temperature: float | None = None) -> str | None:
+def cause_of(rollout_logprobs, temperature=None):
     """What is said of a sampler that gave these [T] log-probabilities."""
     sizes = [len(response) for _, response, _ in ROWS]
     given_logprobs = [part.tolist() for part in rollout_logprobs.split(sizes)]
@@ -37,16 +31,16 @@ def cause_of(rollout_logprobs: torch.Tensor, temperature: float | None = None) -
     return sampler_mismatch(run_of(tiny_policy()), batch, forests_of(batch))
 
 
-def own(temperature: float = 1.0) -> torch.Tensor:
+def own(temperature=1.0):
     return plain_logprobs(tiny_policy().model, ROWS, [temperature] * len(ROWS)).detach()
 
 
-def moved(values: torch.Tensor, by: int) -> torch.Tensor:
+def moved(values, by):
     """Within each row of 12."""
     return values.view(len(ROWS), 12).roll(by, dims=1).flatten()
 
 
-def test_metrics_of_literal_differences() -> None:
+def test_metrics_of_literal_differences():
     found = agreement(torch.tensor([0.0, 0.0, -0.5, 0.1], dtype=torch.float64))
     assert found["rollout_logprobs_diff_mean"] == pytest.approx(-0.1)
     assert found["rollout_logprobs_abs_diff_mean"] == pytest.approx(0.15)
@@ -57,13 +51,13 @@ def test_metrics_of_literal_differences() -> None:
     assert found["is_effective_share"] == pytest.approx(effective)
 
 
-def test_unknown_log_probabilities_and_no_tokens_give_no_metrics() -> None:
+def test_unknown_log_probabilities_and_no_tokens_give_no_metrics():
     assert agreement(torch.zeros(0)) == {}
     assert agreement(torch.tensor([0.1, math.nan])) == {}
 
 
 @given(st.lists(st.floats(-30, 30), min_size=1, max_size=50))
-def test_effective_share_is_between_one_token_and_all(differences: Sequence[float]) -> None:
+def test_effective_share_is_between_one_token_and_all(differences):
     found = agreement(torch.tensor(differences, dtype=torch.float64))
     assert 1 / len(differences) - 1e-9 <= found["is_effective_share"] <= 1 + 1e-9
     percentiles = [found[f"rollout_logprobs_abs_diff_p{p}"] for p in (50, 90, 99)]
@@ -72,7 +66,7 @@ def test_effective_share_is_between_one_token_and_all(differences: Sequence[floa
 
 
 @pytest.mark.parametrize(("by", "which"), [(1, "previous"), (-1, "next")])
-def test_log_probabilities_of_neighbouring_tokens_are_recognised(by: int, which: str) -> None:
+def test_log_probabilities_of_neighbouring_tokens_are_recognised(by, which):
     assert f"shifted by one: each belongs to the {which} token" in (
         cause_of(moved(own(), by)) or ""
     )
@@ -86,34 +80,32 @@ def test_log_probabilities_of_neighbouring_tokens_are_recognised(by: int, which:
         (0.7, 1.5, "are at temperature 0.7, but the rows record 1.5"),
     ],
 )
-def test_another_temperature_is_recognised(
-    sampled: float, recorded: float | None, said: str
-) -> None:
+def test_another_temperature_is_recognised(sampled, recorded, said):
     assert said in (cause_of(own(sampled), recorded) or "")
 
 
-def test_other_weights_are_what_is_left() -> None:
+def test_other_weights_are_what_is_left():
     other = plain_logprobs(tiny_policy(seed=1).model, ROWS).detach()
     assert "the weights differ from the sampler's" in (cause_of(other) or "")
 
 
-def test_log_probabilities_of_the_policy_and_small_noise_are_no_mismatch() -> None:
+def test_log_probabilities_of_the_policy_and_small_noise_are_no_mismatch():
     assert cause_of(own()) is None
     assert cause_of(own() + 0.2 * torch.tensor([1, -1]).repeat(24)) is None
 
 
-def test_a_shift_that_changes_little_is_recognised_too() -> None:
+def test_a_shift_that_changes_little_is_recognised_too():
     shifted = moved(own(8.0), 1)
     assert (own(8.0) - shifted).abs().mean() < LARGE_DIFFERENCE_NATS
     assert "each belongs to the previous token" in (cause_of(shifted, 8.0) or "")
 
 
-def test_rows_without_log_probabilities_are_not_compared() -> None:
+def test_rows_without_log_probabilities_are_not_compared():
     batch = make_batch(ROWS)
     assert sampler_mismatch(run_of(tiny_policy()), batch, forests_of(batch)) is None
 
 
-def test_the_comparison_draws_no_random_numbers() -> None:
+def test_the_comparison_draws_no_random_numbers():
     state = torch.get_rng_state()
     assert cause_of(moved(own(), 1))
     assert torch.equal(torch.get_rng_state(), state)

@@ -15,7 +15,7 @@ from rollout_io.cli.main import run as command
 from schemas.errors import InputError
 from schemas.token_records import TOKEN_RECORD_COLUMNS, token_record_path
 from tests.helpers.configs import train_config
-from tests.helpers.trainer_helpers import save_tiny_model, write_dataset
+from tests.helpers.trainer_helpers import metrics_of, save_tiny_model, write_dataset
 from tests.helpers.view_helpers import Asked
 
 pytestmark = pytest.mark.slow
@@ -141,7 +141,7 @@ def test_a_run_whose_dataset_is_damaged_opens_with_a_warning(run, smollm2_dir, t
 
 
 def test_metrics_are_those_of_the_log(ask, run):
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(run)
     found = ask("/api/runs/r0/metrics")
     assert found["global_step"] == [line["global_step"] for line in lines] == [1, 2]
     assert found["metrics"]["loss"] == [line["loss"] for line in lines]
@@ -153,7 +153,7 @@ def test_metrics_are_those_of_the_log(ask, run):
 
 def test_rows_of_an_update_add_up_to_its_loss(ask, run, records):
     found = ask("/api/runs/r0/updates/1")
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(run)
     assert math.fsum(found["loss_share"]) == pytest.approx(lines[0]["loss"], rel=1e-5, abs=1e-7)
     assert found["num_targets"].sum() == lines[0]["num_trained_tokens"]
     assert found["loss_share"].abs().is_sorted(descending=True)
