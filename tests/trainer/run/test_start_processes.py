@@ -15,7 +15,7 @@ from tests.helpers.configs import train_config
 from tests.helpers.rl_helpers import as_toml, config_of, lines_of, save_model
 from tests.helpers.trainer_helpers import group_rows, save_tiny_model, write_dataset
 from trainer.cli.processes import in_processes
-from trainer.distributed import start
+from trainer.distributed import spawn
 from trainer.distributed.launch import make_accelerator
 from trainer.distributed.processes import STARTER, STORE
 
@@ -42,7 +42,7 @@ def children_of(process, num):
 def test_the_main_processes_error_is_printed_once_and_its_status_is_that_of_the_command(
     tmp_path, capfd
 ):
-    status = start.start_processes(2, ["rl", str(tmp_path / "missing.toml"), "-o", "run"], "resume")
+    status = spawn.start_processes(2, ["rl", str(tmp_path / "missing.toml"), "-o", "run"], "resume")
     assert status == 1
     assert capfd.readouterr().err.count("missing.toml") == 1
 
@@ -51,8 +51,8 @@ def test_the_main_processes_error_is_printed_once_and_its_status_is_that_of_the_
 @pytest.mark.parametrize("killed", [0, 1, 2])
 def test_a_killed_process_ends_all_with_one_sentence(killed, tmp_path, monkeypatch):
     """The processes serve a recorder, which would run for ever."""
-    monkeypatch.setattr(start, "NOTICE_S", 0.1)
-    monkeypatch.setattr(start, "END_S", 0.1)
+    monkeypatch.setattr(spawn, "NOTICE_S", 0.1)
+    monkeypatch.setattr(spawn, "END_S", 0.1)
     found = {}
 
     def kill():
@@ -71,7 +71,7 @@ def test_a_killed_process_ends_all_with_one_sentence(killed, tmp_path, monkeypat
         str(tmp_path / "ds"),
     ]
     with pytest.raises(InputError) as error:
-        start.start_processes(3, serve, "run it again")
+        spawn.start_processes(3, serve, "run it again")
     thread.join()
     assert str(error.value) == (
         f"rank {killed} (of 3 processes): the process was killed by SIGKILL; the others were stopped."
