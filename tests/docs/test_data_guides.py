@@ -4,12 +4,15 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from rollout_io import scan
 from tests.conftest import ROOT
 from tests.docs.test_guides import commands, printed_by
 from tests.helpers.guide_helpers import blocks_of, check_outputs
 
 
+@pytest.mark.slow
 def test_the_guide_to_clean_data_finds_drops_and_orders(smollm2_dir, tmp_path):
     files = {name: code for _, name, code in blocks_of("clean.md") if name}
     for name, code in files.items():
@@ -41,6 +44,7 @@ def test_the_guide_to_new_rewards_scores_each_trajectory(tmp_path, monkeypatch):
     assert set(scan(tmp_path / "brief").collect()["reward"]) == {0.0, 1.0}
 
 
+@pytest.mark.slow
 def test_the_guide_to_findings_runs_its_own_finders(tmp_path, monkeypatch):
     for _, name, code in blocks_of("findings.md"):
         if name:

@@ -82,6 +82,7 @@ def test_qwen2_5s_tool_messages_are_its_own_rendering(qwen):
     assert_appending_equals_rendering(qwen("qwen2_5"), talk)
 
 
+@pytest.mark.slow
 def test_qwen3s_thinking_stays_in_the_tokens_while_tools_answer(qwen):
     talk = [
         TWO,

@@ -160,6 +160,7 @@ ODD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shows", ODD)
 def test_a_picture_that_cannot_be_shown_fails_its_trajectory_and_keeps_its_rows(
     shows, model, tmp_path

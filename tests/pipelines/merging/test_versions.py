@@ -2,6 +2,7 @@
 
 from itertools import groupby
 
+import pytest
 from hypothesis import given
 
 import pipelines
@@ -33,6 +34,7 @@ def test_a_row_is_split_where_its_version_changes_and_nowhere_else(table):
     ]
 
 
+@pytest.mark.slow
 @given(rollout_tables(optional=COLUMNS, user_column=False))
 def test_merged_rows_keep_the_version_of_every_sampled_token(table):
     merged = pipelines.merge(table).collect()

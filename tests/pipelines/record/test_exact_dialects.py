@@ -209,6 +209,7 @@ COLUMNS = ("prompt_token_ids", "response_ids", "rollout_logprobs", "response_tex
 COLUMNS += ("stop_reason",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("harness", [Chat, Messages, Responses, Gemini])
 def test_what_harnesses_rewrite_and_leave_out_does_not_change_a_token(

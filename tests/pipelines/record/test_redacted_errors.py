@@ -71,6 +71,7 @@ _REFUSALS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_rules")
 @pytest.mark.parametrize("path", ["chat/completions", "messages"])
 @pytest.mark.parametrize("refusal", _REFUSALS)

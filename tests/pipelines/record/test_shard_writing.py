@@ -46,6 +46,7 @@ async def end(client, name, outcome, status=200):
     return answer.json()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", [no_room, broken], ids=["full disk", "any exception"])
 @pytest.mark.parametrize(
     "part",
@@ -95,6 +96,7 @@ async def check_repeated(client, name, outcome, first):
         await end(client, name, other, 409)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flush_s", [0.02, 60.0], ids=["in a shard", "in the journal"])
 @pytest.mark.parametrize("again", [False, True], ids=["running", "restarted"])
 async def test_a_repeated_outcome_is_accepted_and_another_one_refused(tmp_path, flush_s, again):
@@ -193,6 +195,7 @@ async def test_rejected_calls_are_not_written_into_what_is_not_their_file(tmp_pa
     assert outcomes(out)["a_0"][1] is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", [False, True], ids=["running", "restarted"])
 async def test_the_outcome_of_a_session_with_faults_can_be_repeated(tmp_path, again, monkeypatch):
     out, outcome = tmp_path / "ds", {"reward": 1.0, "metrics": {"num_tests": 3.0}}

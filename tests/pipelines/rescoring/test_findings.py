@@ -192,6 +192,7 @@ def test_merging_changes_no_finding(tmp_path):
             assert one.findings(finder(one)) == other.findings(finder(other))
 
 
+@pytest.mark.slow
 def test_a_version_counts_each_finding_once_and_conditions_filter_by_it(tmp_path, capsys):
     dataset = write(tmp_path / "ds", *one_step(*[0.0] * 5, "failed"), optional=())
     find(dataset, "own_finders:tell")
@@ -252,6 +253,7 @@ def test_a_finder_that_fails_leaves_its_trajectory_unknown_and_is_tried_again(tm
     assert "[finding]" in next(iter(result.errors))
 
 
+@pytest.mark.slow
 def test_findings_are_compared_per_label_on_tasks_in_common_and_counted_by_stats(tmp_path, capsys):
     groups = [f"t{n}" for n in range(8)]
     a, b = (

@@ -272,6 +272,7 @@ def test_the_digest_of_a_trajectory_changes_with_all_that_its_score_depends_on(c
     assert digests_of({}, tmp_path / "c", "full") == before
 
 
+@pytest.mark.slow
 def test_a_judge_that_was_down_is_asked_again_and_its_failures_are_no_scores(
     tmp_path, monkeypatch, capsys
 ):

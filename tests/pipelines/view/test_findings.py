@@ -52,6 +52,7 @@ def found(shop, smollm2_dir, tmp_path, monkeypatch):
     return [Asked(tmp_path / name, tokenizer=str(smollm2_dir)) for name in ("steps", "merged")]
 
 
+@pytest.mark.slow
 def test_a_finding_is_placed_at_the_same_tokens_of_steps_and_of_merged_rows(found):
     for ask in found:
         lines = ask.sources.datasets["d0"].findings
@@ -101,6 +102,7 @@ def test_each_step_is_the_beginning_of_the_row_that_holds_it(rows):
             assert whole[row][: len(part)] == part
 
 
+@pytest.mark.slow
 def test_turns_and_the_table_name_what_was_found(found):
     for ask in found:
         table = ask(f"{ROOT}/trajectories")

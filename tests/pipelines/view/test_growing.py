@@ -52,6 +52,7 @@ def logs(tmp_path):
     return folder, sources
 
 
+@pytest.mark.slow
 def test_a_new_file_and_a_longer_one_appear_as_if_the_logs_were_opened_anew(logs):
     folder, sources = logs
     stamp = sources.changes()

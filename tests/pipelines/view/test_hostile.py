@@ -101,12 +101,14 @@ def test_values_that_are_no_numbers_sort_last_and_are_counted_apart(ask):
     assert (counted["nulls"], counted["not_finite"]) == (0, 3)
 
 
+@pytest.mark.slow
 def test_a_long_text_is_filtered_by_all_of_it(ask):
     condition = f"len(note) = {len(LONG)}"
     with_length = ask("/api/datasets/d0/trajectories", where=condition.replace("len", "length"))
     assert len(with_length) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(TEXTS)))
 def test_every_view_answers(ask, number):
     name = ids(ask)[number]

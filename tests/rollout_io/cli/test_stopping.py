@@ -57,6 +57,7 @@ def start(work):
     return process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", CODES)
 def test_a_signal_is_answered_at_once_and_one_a_second_later_ends_the_process(number):
     with start(HASH.format(2**31 - 1)) as process:

@@ -105,6 +105,7 @@ def encodable(table):
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_examples", [1, pytest.param(15, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("rule", ERRORS)
 def test_every_verb_refuses_a_dataset_that_breaks_an_invariant_and_writes_nothing(
@@ -123,6 +124,7 @@ def test_every_verb_refuses_a_dataset_that_breaks_an_invariant_and_writes_nothin
     holds()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_examples", [5, pytest.param(100, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("rule", [rule for rule in ERRORS if rule != "columns_and_types"])
 def test_a_table_breaks_the_same_invariants_in_either_layout(rule, num_examples):

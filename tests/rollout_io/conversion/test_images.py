@@ -115,6 +115,7 @@ def test_a_template_without_a_placeholder_gets_a_marked_text_and_the_summary_cou
     }
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_a_template_with_a_placeholder_gets_its_tokens(tmp_path, choices):
     template = tmp_path / "vision.jinja"

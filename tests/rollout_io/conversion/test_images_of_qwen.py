@@ -69,6 +69,7 @@ def converted(request, tmp_path_factory):
     return load_tokenizer(str(directory)), rows, rules, done.summary
 
 
+@pytest.mark.slow
 def test_each_picture_is_the_placeholder_of_the_template(converted):
     tokenizer, rows, rules, _ = converted
     pad = tokenizer.backend.convert_tokens_to_ids(PAD)

@@ -285,6 +285,7 @@ FORGED = [b"", b"null", b"[]", b"7", b"{}", b"\xff", b'{"writing": 1}', b"[" * 1
 FORGED += [b'{"trajectory_id": {"digest": "x", "num_ids": "a"}}', b'{"a_0": [1.0, null]}']
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", FORGED, ids=range(len(FORGED)))
 @pytest.mark.parametrize("key", [PLACE, ID_FILTERS, OUTCOMES, b"rollout_io.made_by"])
 def test_a_footer_that_was_forged_with_its_digest_is_read_or_refused_by_name(

@@ -93,6 +93,7 @@ VERBS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("runs")
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_takes_several_paths_as_one_dataset(verb, capsys):

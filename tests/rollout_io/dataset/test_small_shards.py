@@ -55,6 +55,7 @@ def dataset(written, tmp_path):
     return shutil.copytree(written, tmp_path / "ds")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [0, 1, 11, NUM - 1])
 @pytest.mark.parametrize("broken", BROKEN)
 def test_breaches_are_those_of_shards_that_are_checked_one_by_one(broken, place, dataset):

@@ -66,6 +66,7 @@ def run_verb(verb, given):
     return 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", VERBS)
 def test_of_two_writers_of_one_destination_the_second_is_refused(first, given, monkeypatch, capsys):
     """The first is held at the moment when it publishes, while each other writer tries."""
@@ -310,6 +311,7 @@ def same_size_and_time(given):
     return other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", [other_shard, same_size_and_time])
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "convert"])
 def test_a_source_that_is_replaced_during_a_read_is_refused(verb, made, given, monkeypatch, capsys):

@@ -25,6 +25,7 @@ def validate(path):
     return code, json.loads(out.getvalue())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_validate_names_rule_row_and_trajectory_of_a_broken_file_and_exits_1(rule):
     @given(broken_tables(rule))

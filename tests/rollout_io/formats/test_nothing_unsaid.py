@@ -124,6 +124,7 @@ FOLDERS += ("inspect_scout_openclaw", "openhands", "pi", "prime_hosted_rl", "qwe
 FOLDERS += ("swe_agent",)
 
 
+@pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_every_text_of_a_real_log_is_in_the_tokens_or_left_out_by_name(

@@ -110,6 +110,7 @@ def test_each_answer_of_a_session_follows_what_was_sent_and_trains_once(cell, tm
     assert len(lost) <= sum(notes[what] for what in is_said), lost
 
 
+@pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_session_of_a_real_program_converts_with_a_tokenizer(cell, smollm2_dir, tmp_path):

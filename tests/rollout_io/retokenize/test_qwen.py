@@ -181,6 +181,7 @@ def test_the_tokenizer_is_qwen3s(official):
     assert ids == [151643, 151644, 151645, 151657, 151667, 151668]
 
 
+@pytest.mark.slow
 def test_the_examples_of_encode_messages(official):
     hi = encode_messages([user("Hi")], official)
     assert hi.tolist() == [151644, 872, 198, 13048, 151645, 198]

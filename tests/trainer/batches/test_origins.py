@@ -26,6 +26,7 @@ def frame_of(table):
     return frame
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trained", FORMS)
 @pytest.mark.parametrize("stored", ["as it is", "lineage", "consecutive"])
 @settings(max_examples=examples(15))

@@ -369,6 +369,7 @@ def test_a_real_model_calls_a_tool(real_engine):
     assert sampled.stop_reason == "tool_calls"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("messages", "tools"), CONVERSATIONS.values(), ids=list(CONVERSATIONS))
 def test_a_chat_is_rendered_as_vllm_renders_it(model, smollm2_dir, messages, tools):
     tokenizer = load_tokenizer(smollm2_dir, KEEPS_ALL)

@@ -80,6 +80,7 @@ def sample(engine, calls, **settings):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_sampled_logprobs_are_those_of_a_plain_forward_pass_of_each_row(kind, seen):
     path, album, plain = seen(kind)

@@ -157,6 +157,7 @@ def large_forest(seed):
     return only_forest(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 40, 260])
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("shows_pictures", [False, True])

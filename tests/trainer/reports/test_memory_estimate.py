@@ -97,6 +97,7 @@ def test_a_dry_run_says_where_memory_is_short(paths, tmp_path):
     assert "set a smaller tokens_per_micro_batch" in plan_text(short)
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_a_model_without_weights_has_the_memory_of_the_model_with_weights(
     paths, tmp_path, capsys
 ):

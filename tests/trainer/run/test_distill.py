@@ -79,6 +79,7 @@ def losses(out):
     return [json.loads(line)["loss"] for line in lines]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_lowers_the_divergence_alike_in_every_layout(model, tmp_path, kind):
     dataset, found = write_dataset(tmp_path / "ds", taught_rows()), {}

@@ -145,6 +145,7 @@ def test_gradient_is_that_of_the_literal_objective(settings):
     assert relative_difference(case.gradient(budget=20), gradients(case.policy)) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", EVERYTHING, ids=named)
 def test_micro_batches_change_nothing(settings):
     case = Case(**settings)

@@ -294,6 +294,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [pytest.param(one, id=one.__name__) for one in BAD])
 def test_a_picture_that_cannot_be_shown_as_it_was_stops_a_run_before_it_writes(change, tmp_path):
     game = Screens("qwen2_5_vl", tmp_path)

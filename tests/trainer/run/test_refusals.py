@@ -293,6 +293,7 @@ def test_zero_advantages_train_where_another_term_has_a_gradient(coefficient, mo
     assert train(dataset, model, tmp_path / "run", settings) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--dry-run"]])
 @pytest.mark.parametrize(
     ("rows", "settings", "warning"),
@@ -449,6 +450,7 @@ def test_another_template_is_named_and_the_warning_says_how_to_serve_with_it(nam
     assert f"Hint: vllm serve CHECKPOINT --chat-template {file}, or cp {file} CHECKPOINT/" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "file", ["state/run.json", "state/optimizer.safetensors", "model.safetensors"]
 )

@@ -88,6 +88,7 @@ def test_the_models_settings_train_like_recorded_ones(mode, model, tmp_path):
         assert absent["policy_entropy"] == present["policy_entropy"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("columns", "settings", "defaults"),
     [

@@ -206,6 +206,7 @@ SAMPLINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "sampling"), SAMPLINGS.items())
 def test_the_ratio_is_1_at_the_weights_that_sampled_truncated_rows(
     model, tmp_path, sampling, layout

@@ -71,6 +71,7 @@ def check_layouts_agree(family, config, seed, budget, scope):
     check_same(found[1], found[0], tolerance=1e-4 if whitens else 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", POLICY_LOSSES, ids=named)
 @settings(max_examples=6, deadline=None)
 @given(
@@ -90,6 +91,7 @@ def test_every_loss_with_some_reduction_estimator_and_term(
     check_layouts_agree(family, config, seed, budget, scope)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=named)
 @settings(max_examples=4, deadline=None)
 @given(families(), st.integers(0, 99), BUDGETS)

@@ -222,6 +222,7 @@ def test_a_loss_that_needs_old_logprobs_gets_those_of_the_start_of_the_batch(pat
     assert changed(run, 3, "loss.policy_loss_type=regular").changed["is_ratio_mean"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "rule", "message"),
     [

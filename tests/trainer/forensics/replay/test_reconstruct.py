@@ -161,6 +161,7 @@ def num_lines(metrics: Path) -> int:
     return metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
 
 
+@pytest.mark.slow
 def test_the_threads_of_the_run_are_used(run, tmp_path):
     copy = shutil.copytree(run, tmp_path / "copy")
     (start,) = (json.loads(line) for line in (copy / "starts.jsonl").read_text().splitlines())
