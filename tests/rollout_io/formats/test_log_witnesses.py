@@ -236,3 +236,42 @@ def test_every_real_log_of_an_engine_agrees_with_itself():
     whole = [log for log in logs if log.name != "litellm.calls.jsonl"]  # it loses a prompt
     assert len(whole) == 4
     assert all(read_log([log], **CALLS).num_rows for log in whole)
+
+
+def called(tool_choice):
+    """A call whose sampled tokens have the arguments of a tool call, but not its name."""
+    tokens = ['{"', "city", '": "', "Oslo", '"}']
+    function = {"name": "weather", "arguments": "".join(tokens)}
+    tool_calls = [{"id": "c", "type": "function", "function": function}]
+    choice = {
+        "message": {"role": "assistant", "content": None, "tool_calls": tool_calls},
+        "token_ids": [3, 4, 5, 6, 7],
+        "logprobs": {"content": [{"token": token, "logprob": -0.5} for token in tokens]},
+    }
+    request = {"messages": [{"role": "user", "content": "?"}], "tool_choice": tool_choice}
+    response = {"prompt_token_ids": [1, 2], "choices": [choice]}
+    return {"session": "a/0", "request": request, "response": response}
+
+
+def test_the_name_of_a_tool_is_sampled_unless_the_request_forces_it(tmp_path):
+    forced = {"type": "function", "function": {"name": "weather"}}
+    assert read(tmp_path, called(forced))[0]["response_ids"] == [3, 4, 5, 6, 7]
+    assert refusal(tmp_path, called("auto")) == "logprob_tokens"
+
+
+def test_tokens_that_are_spelled_as_in_the_vocabulary_are_compared_by_their_ascii_letters():
+    spelled = "\u0120caf\u00c3\u00a9\u0120au\u0120lait"
+    assert holds(spelled, " café au lait")
+    assert not holds(spelled, " café au lait!")
+
+
+def test_a_session_of_text_beside_one_with_ids_is_tokenized(tmp_path, smollm2_dir):
+    exact, text = called("none"), called("none")
+    exact["response"]["choices"] = [{"token_ids": [3, 4]}]
+    text["session"] = "b/0"
+    answer = {"message": {"role": "assistant", "content": "Hello."}, "finish_reason": "stop"}
+    text["response"] = {"choices": [answer]}
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in (exact, text)))
+    table = read_log([path], **CALLS, tokenizer=str(smollm2_dir))
+    assert table["token_source"].to_pylist() == ["engine", "retokenized"]

@@ -165,3 +165,13 @@ def test_no_damage_gives_anything_but_rows_or_named_errors(tmp_path_factory, dat
     path = tmp_path_factory.mktemp("damaged") / "a.traj"
     path.write_bytes(data.draw(mutated(DOCUMENT)))
     check_survives(ADAPTER, path)
+
+
+def test_an_answer_that_says_the_same_as_an_earlier_one_is_its_own(tmp_path):
+    again = message("assistant", "one", agent="reviewer", message_type="action")
+    history = [SYSTEM, TASK, ONE, SEEN, again, TASK]
+    steps = [step("one", [SYSTEM, TASK]), step("one", [SYSTEM, TASK, ONE, SEEN])]
+    contexts = read(tmp_path, trajectory(steps, history)).steps
+    answers = [context.messages[-1] for context in contexts]
+    assert [answer["content"] for answer in answers] == ["one", "one"]
+    assert ["tool_calls" in answer for answer in answers] == [True, False]
