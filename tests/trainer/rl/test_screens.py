@@ -9,13 +9,18 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image, ImageColor
 
 import rollout_io
+import trainer
 from examples import screens
+from pipelines.generation.config import GenerateConfig
 from pipelines.generation.engines.base import ENGINE_DOWN
 from rollout_io.dataset.blobs import Blobs
 from schemas.errors import RolloutError
+from tests.helpers.configs import train_config
+from tests.helpers.generation_helpers import generate_with
 from tests.helpers.rl_helpers import config_of, lines_of, replay, rows_of, weights_of
 from tests.helpers.screen_models import HERE, save_seeing
 from trainer import rl
@@ -117,6 +122,36 @@ def test_evaluations_keep_the_screens_that_they_showed(model, tmp_path):
         path = tmp_path / "run" / "evaluations" / f"iteration_{version:05d}"
         rollout_io.validate(path)
         assert Blobs.of(path).files
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
+def test_ten_updates_of_grpo_on_generated_screens_agree_in_every_layout(kind, model, tmp_path):
+    screens.main(tmp_path / "tasks.jsonl")
+    lines = (tmp_path / "tasks.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "tasks.jsonl").write_text("".join(lines[:2]))
+    paths = {"tasks": str(tmp_path / "tasks.jsonl"), "out": str(tmp_path / "ds")}
+    config = GenerateConfig(**example() | paths | {"model": model(kind), "seed": 3})
+    engine = TransformersEngine.load(config.model)
+    assert generate_with(engine, config).num_failed < 3  # some sample a placeholder
+    firsts = []
+    for layout in ("step", "merge", "tree"):
+        out = tmp_path / layout
+        settings = {"num_epochs": 5, "sequence_layout": layout, "record_tokens": "none"}
+        sizes = {"groups_per_batch": 2, "groups_per_mini_batch": 1, "learning_rate": 1e-3}
+        run = {"dataset": config.out, "model": config.model, "out": str(out)}
+        run["failed"] = "trajectory"
+        trainer.train(train_config(**run | sizes | settings))
+        updates = lines_of(out)
+        assert len(updates) == 10
+        assert not any(update["skipped"] for update in updates)
+        assert updates[0]["rollout_logprobs_abs_diff_max"] < 1e-4
+        firsts.append(updates[0])
+    for name in ("loss", "grad_norm", "policy_entropy"):
+        values = torch.tensor([first[name] for first in firsts])
+        torch.testing.assert_close(values, values[:1].expand(3), rtol=1e-4, atol=1e-6)
+    tokens = [first["num_forwarded_tokens"] for first in firsts]
+    assert tokens[0] > tokens[1] > tokens[2]
 
 
 def test_the_screen_that_is_asked_about_shows_the_colour_that_earns(tmp_path):
