@@ -37,8 +37,9 @@ _LINE = re.compile(rb'\{"source":"(?:[^"\\]|\\.)*","rule":"')  # start of `rejec
 # After these errors the input is fine, and another attempt can reuse the finished chunks.
 _KEEPS_CHUNKS = frozenset({"output_file", "remote_store", "worker"})
 _INPUTS, _REPORT, _BLOBS = "inputs", "report.json", "blobs"
-_CHUNK = re.compile(r"chunk-(\d{5,})\.[0-9a-f]{8}")
-_OURS = frozenset({_INPUTS, _BLOBS, REJECTED[1:]})  # names in the staging directory
+# Names in the staging directory; those of earlier releases are only removed.
+_CHUNK = re.compile(r"chunk-(\d{5,})(\.[0-9a-f]{8}(\.tmp)?)?")
+_OURS = frozenset({_INPUTS, _BLOBS, REJECTED[1:], "plan.json"})
 
 
 class _Shard(NamedTuple):

@@ -161,6 +161,16 @@ def test_an_unfinished_conversion_of_other_inputs_is_discarded(tmp_path):
     assert ".converting" not in files_in(tmp_path / "ds")
 
 
+def test_what_an_earlier_release_left_unfinished_is_removed(tmp_path):
+    log, staging = write(tmp_path / "log", call("a/0")), tmp_path / "ds" / ".converting"
+    for name in ("chunk-00000", "chunk-00001.0123abcd.tmp"):
+        (staging / name).mkdir(parents=True)
+        (staging / name / "report.json").write_text('{"num_shards": 1, "report": {}}')
+    (staging / "plan.json").write_text("{}")
+    assert convert([log], tmp_path / "ds", format="calls").num_resumed == 0
+    assert not staging.exists()
+
+
 def test_an_unfinished_conversion_goes_on_where_it_was_stopped(tmp_path):
     log = write(tmp_path / "log", *(call(f"a/{i}", 5) for i in range(6)))
     stop_in_the_middle(log, tmp_path / "ds")
