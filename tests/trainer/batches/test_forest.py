@@ -29,6 +29,14 @@ def test_two_chains_side_by_side_keep_their_slots_and_positions():
     assert forest.target_slot.tolist() == [3, 0, 1]
 
 
+def test_a_row_forwards_what_precedes_its_last_target_and_nothing_without_one():
+    batch = make_batch([([7, 8], [1, 2], [True, False]), ([9], [3], [False])])
+    forest = chain_forest(batch.prompts, batch.responses, batch.trains, np.array([0, 1]))
+    assert forest.token_ids.tolist() == [7, 8]
+    assert forest.target_parent.tolist() == [1]
+    assert forest.target_token.tolist() == [1]
+
+
 def test_attention_follows_ancestors_only():
     # 0 has children 1 (which has child 2) and 3; 4 is another root
     mask = attention_mask(torch.tensor([4, 3, 3, 4, 5]))
