@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import shutil
 import signal
 import threading
@@ -464,7 +465,8 @@ def test_why_the_sampler_disagrees_is_said_once_and_before_the_first_update(
     assert printed.count("warning: rollout_logprobs differ") == printed.count(
         "rollout_logprobs differ"
     )
-    assert printed.count("likely cause:") == 1
+    # The audit of an iteration, which not every one gets, names a cause too.
+    assert len(re.findall(r"rollout_logprobs differ.*\nlikely cause:", printed)) == 1
 
 
 class Told(TransformersEngine):

@@ -166,7 +166,14 @@ class Comparison:
         then = load_progress(folder)
         if then.num_mini_batches != progress.num_mini_batches:  # some were skipped after the update
             return
-        for name in ("global_step", "num_skipped", "trained", "batch", "mini_batch", "kl_coef"):
+        for name in (
+            "global_step",
+            "num_skipped",
+            "trained_groups",
+            "batch",
+            "mini_batch",
+            "kl_coef",
+        ):
             before, now = (
                 getattr(one if hasattr(one, name) else one.position, name)
                 for one in (then, progress)
