@@ -186,8 +186,8 @@ In the `full` layout, encoding `prompt_token_ids` with `BYTE_STREAM_SPLIT` inste
 
 Wherever a dataset is expected, a URL that fsspec opens is also accepted (`s3://bucket/ds`, after `pip install s3fs`). Only the
 columns that are used are read, and `train` reads the next batch while it trains on the current one. Requests are retried by
-the store's own client (s3fs: busy stores, broken connections and responses; its settings and environment variables apply),
-and those of web servers are not. The command reads the same rows as from a local directory, or ends with an error
+the store's own client (s3fs: busy stores, broken connections and responses; a store that never answers is reported after
+about nine minutes), and those of web servers are not. The command reads the same rows as from a local directory, or ends with an error
 (`remote_store`), also where a response has fewer bytes than requested. Listings are cached for two seconds. After a failed
 write (`--out s3://...`), run the same command again to resume. `make test-s3` tests this with a real S3 server behind a
 proxy that breaks every third response.

@@ -218,7 +218,7 @@ def _fill_blanks(prompt: Ragged, response: Ragged, tree: PrefixTree, sequences: 
 
     A token has the same position, counted from the prompt's start, in every step that contains it.
     """
-    # Rows ascend and parents are earlier rows, so what is copied from is never blank itself.
+    # Parents are earlier rows, and steps ascend: what a step copies has been filled before.
     steps = np.flatnonzero(tree.shared > sequences.known)
     num_known, shared = sequences.known[steps], tree.shared[steps]
     into, origin = sequences.of[steps], sequences.of[tree.parent[steps]]
@@ -339,7 +339,7 @@ def _in_step_order(out: pa.Table, table: pa.Table, joined: BoolArray) -> pa.Tabl
     """
     starts = trajectory_starts(out)
     num_steps = np.diff(np.append(starts, out.num_rows))
-    # Where the trajectories of `out` and `table` are compared: both have the same, in the same order.
+    # One value for each trajectory: `out` and `table` have the same ones, in the same order.
     remembered = np.logical_and.reduceat(joined, trajectory_starts(table))
     position = count_from_zero(out)
     step = to_numpy(out.column("step_index")).astype(np.int64)

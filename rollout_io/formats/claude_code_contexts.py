@@ -337,7 +337,7 @@ class _Agent:
             self.session.answers[node] = begun[1], sent is not None
         node, reply = begun
         reply.add(record, line.content)
-        # A streamed answer has a line for each of its parts, all with one name: the last is the complete one.
+        # A streamed answer has a line for each of its parts, all with one name: it is complete at the last.
         node.where = line.where
         node.is_copied |= line.is_copied
         node.is_given |= is_kept or line.is_copied or api.is_synthetic

@@ -105,8 +105,8 @@ class _Watch:
 
     def follow(self, connection: socket.socket, rank: int) -> None:
         """Wait for the end of the connection to a process, in a thread."""
-        # Nothing is ever read in normal operation. The kernel asks after 5 s of silence, and closes the
-        # connection if the other machine does not answer for 30 s.
+        # Between the beginning and the end of a run nothing is sent. The kernel asks after 5 s of silence,
+        # and closes the connection if the other machine does not answer for 30 s.
         connection.settimeout(None)
         options = {"TCP_KEEPIDLE": _CHECK_S, "TCP_KEEPINTVL": _CHECK_S}
         options |= {"TCP_KEEPCNT": SILENCE_S // _CHECK_S - 1, "TCP_USER_TIMEOUT": SILENCE_S * 1000}

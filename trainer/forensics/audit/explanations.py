@@ -172,11 +172,11 @@ def rounded(policy: Policy, precision: str) -> Policy:
     """
     policy, kind = copy.deepcopy(policy), PRECISIONS[precision]
     ends = (policy.model.get_output_embeddings(), policy.model.get_input_embeddings())
-    kept = {id(layer.weight) for layer in ends if precision.endswith("except embeddings")}
+    unrounded = {id(layer.weight) for layer in ends if precision.endswith("except embeddings")}
     for weights in policy.parameters():
         if kind.itemsize > 1:
             weights.copy_(weights.to(kind))
-        elif weights.ndim == 2 and id(weights) not in kept:
+        elif weights.ndim == 2 and id(weights) not in unrounded:
             largest = torch.iinfo(kind).max if kind == torch.int8 else torch.finfo(kind).max
             step = (weights.abs().amax(1, keepdim=True) / largest).clamp(min=1e-12)
             scaled = weights / step

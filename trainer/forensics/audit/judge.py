@@ -170,8 +170,8 @@ class Judge:
         residuals, noise = fit.residuals, self.noise
         other = noise.apart * residuals.sensitivity / noise.sigma(residuals)
         scales = (fit.scale, np.hypot(fit.scale, other))
-        own, of_others = (noise.log_density(residuals, scale).sum() for scale in scales)
-        return float(own - of_others)
+        of_fit, of_others = (noise.log_density(residuals, scale).sum() for scale in scales)
+        return float(of_fit - of_others)
 
     def is_unrelated(self, fit: Fit) -> bool:
         """True if differences are too large for another precision of the same weights."""
