@@ -38,14 +38,12 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize(
-    "num_draws", [200, pytest.param(2_000, marks=pytest.mark.slow)], ids=["some", "many"]
-)
-def test_every_column_and_shape_is_drawn(num_draws):
+@pytest.mark.slow
+def test_every_column_and_shape_is_drawn():
     seen, groups = Counter(), Counter()
 
     @settings(
-        max_examples=num_draws,
+        max_examples=2_000,
         deadline=None,
         database=None,
         phases=[Phase.generate],
@@ -65,7 +63,6 @@ def test_every_column_and_shape_is_drawn(num_draws):
         groups.update(instances.values())
 
     draw()
-    least = num_draws // 200
     wanted = [*(c.name for c in COLUMNS), "rollout_expert_indices", *SHAPES]
-    assert {name: seen[name] for name in wanted if seen[name] < least} == {}
-    assert all(groups[size] for size in ((1, 2, 3, 4) if num_draws > 1_000 else (1, 2)))
+    assert {name: seen[name] for name in wanted if seen[name] < 10} == {}
+    assert all(groups[size] for size in (1, 2, 3, 4))

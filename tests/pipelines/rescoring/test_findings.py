@@ -212,6 +212,7 @@ def test_a_version_counts_each_finding_once_and_conditions_filter_by_it(tmp_path
         assert run(["filter", dataset, "--where", condition, "--dry-run"]) == 1
 
 
+@pytest.mark.slow
 def test_findings_of_rows_that_changed_are_refused(tmp_path):
     dataset = write(tmp_path / "ds", *one_step(0.0, 0.0), optional=())
     find(dataset, "own_finders:tell")
@@ -241,6 +242,7 @@ def test_a_function_may_give_a_reward_and_findings_under_one_name(tmp_path):
     assert labels == {"a_0": [], "a_1": ["a"], "a_2": ["a", "b"]}
 
 
+@pytest.mark.slow
 def test_a_finder_that_fails_leaves_its_trajectory_unknown_and_is_tried_again(tmp_path):
     dataset = write(tmp_path / "ds", *one_step(0.0, 0.0), optional=())
     scorer = Scorer(function="own_finders:fails", gives="findings")

@@ -104,6 +104,7 @@ def scores_of(dataset, name):
     return dict(scores.select("trajectory_id", "reward").rows())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("functions")
 def test_a_function_that_raises_hangs_or_dies_costs_only_its_own_trajectory_which_fails(tmp_path):
     dataset = write(tmp_path / "ds", *one_step(*[0.5] * 8, "failed"))
@@ -306,6 +307,7 @@ def test_a_judge_that_was_down_is_asked_again_and_its_failures_are_no_scores(
     assert "ds: 3 scored (3 kept from before), 0 without a score" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("functions")
 def test_a_journal_of_another_function_or_with_half_a_line_is_not_trusted(tmp_path):
     dataset = write(tmp_path / "ds", *one_step(0.0, 0.0))
