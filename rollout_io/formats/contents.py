@@ -23,7 +23,8 @@ entirely. The type `*` stands for all types that are listed elsewhere.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -235,6 +236,58 @@ def account(contents: Contents, record: Any, where: str = "") -> None:
             return
     prefix = f"{where}." if where else ""
     contents.unread(record, lambda name: note_unread(prefix + name))
+
+
+def account_by_text(
+    record: Mapping[str, Any], converted: Any, left_out: Collection[str], where: str
+) -> None:
+    """Note every text of a record that is not in what it was converted to, and every mark.
+
+    This is for records of many shapes, whose keys no `Contents` lists: a text was read if it is found
+    again, apart from whitespace, and JSON text if its values are.
+
+    Args:
+        record: The record, as decoded JSON.
+        converted: What it was converted to, as decoded JSON.
+        left_out: Keys, at any depth, that are read as something else or left out on purpose.
+        where: Name of the record, before the names of its keys.
+
+    Example:
+        >>> with noted() as notes:
+        ...     account_by_text({"value": "a", "aside": "b"}, [{"content": "a"}], (), "message")
+        >>> dict(notes)
+        {'unread: message.aside': 1}
+    """
+    texts = {text for _, text in _texts(converted, (), "")}
+    joined = "\n".join(map(_squeezed, texts))  # readers join and strip texts
+    for name, text in _texts(record, left_out, where):
+        if text not in texts and holds_text(text) and _squeezed(text) not in joined:
+            note_unread(name)
+    for key, value in record.items():
+        if key not in left_out and isinstance(value, bool | int | float) and is_mark(key):
+            note_unread(f"{where}.{_clip(key)}")
+
+
+def _texts(value: Any, left_out: Collection[str], name: str) -> Iterator[tuple[str, str]]:
+    """Yield each text below a value with the names of its keys; JSON text as what it says."""
+    stack = [(value, name)]
+    while stack:
+        inner, name = stack.pop()
+        if isinstance(inner, str) and inner.lstrip()[:1] in {"{", "["}:
+            with suppress(msgspec.MsgspecError, RecursionError):
+                inner = _DECODER.decode(inner)
+        if isinstance(inner, str):
+            yield name, inner
+        elif isinstance(inner, list):
+            stack.extend((part, name) for part in inner)
+        elif isinstance(inner, dict):
+            stack.extend(
+                (part, f"{name}.{_clip(key)}") for key, part in inner.items() if key not in left_out
+            )
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
 
 
 def holds_text(value: Any) -> bool:

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rollout_io.formats.contents import account_by_text
 from rollout_io.formats.dialects import anthropic, gemini
 from rollout_io.formats.dialects.parts import (
     as_json,
@@ -34,7 +35,7 @@ from rollout_io.formats.dialects.parts import (
     word,
 )
 from rollout_io.formats.parsing.content import Message, bad_message, known, raw_of
-from rollout_io.formats.parsing.messages import read_messages, with_marks
+from rollout_io.formats.parsing.messages import MARKS, read_messages, with_marks
 
 Fields = Mapping[str, Any]
 
@@ -65,6 +66,19 @@ _SHAREGPT = {
     "tool_response": "tool",
 }
 
+_APART = (
+    *("type", "role", "kind", "part_kind", "block_type", "from", "source", "lc", "event.name"),
+    *("instructions", "status", "is_error", "name", "tool_name", "toolName"),
+    *("media_type", "mediaType", *MARKS),
+    # Facts about a call, which its model did not see.
+    *("id", "index", "state", "outcome", "finish_reason", "response_metadata", "artifact"),
+    *("model", "model_id", "model_name", "provider_name", "gen_ai.system", "provider_details"),
+    *("provider_response_id", "response_id", "providerOptions", "providerMetadata", "ts"),
+    # Encrypted, for the API.
+    *("signature", "thoughtSignature", "thought_signature", "protectedData", "encrypted_content"),
+)
+"""Keys of messages that are read apart from its text, or left out on purpose."""
+
 
 def messages(history: Iterable[Any], where: str) -> list[Message]:
     """Convert messages of any shape, as decoded JSON, to OpenAI's format.
@@ -85,6 +99,8 @@ def messages(history: Iterable[Any], where: str) -> list[Message]:
     instructions: str | None = None
     for i, logged in enumerate(history):
         place = f"{where}[{i}]"
+        if isinstance(logged, Mapping):
+            logged = _without_wrapper(logged)
         if isinstance(logged, Mapping) and logged.get("kind") == "request":
             stated = logged.get("instructions")
             if instructions is not None and stated not in {None, instructions}:
@@ -95,9 +111,10 @@ def messages(history: Iterable[Any], where: str) -> list[Message]:
             converted += messages(logged, place)
         else:
             pieces = _one(logged, place, converted)
-            converted += (
-                with_marks(pieces, logged, place) if isinstance(logged, Mapping) else pieces
-            )
+            if isinstance(logged, Mapping):
+                account_by_text(logged, pieces, _APART, "message")
+                pieces = with_marks(pieces, logged, place)
+            converted += pieces
     if instructions is not None:
         converted.insert(0, {"role": "system", "content": instructions})
     return converted
@@ -116,7 +133,6 @@ def _one(message: Any, where: str, before: Sequence[Message]) -> list[Message]:
         return [{"role": "user", "content": message}]
     if not isinstance(message, Mapping):
         raise bad_message(where, f"a message is {type(message).__name__}", "an object or a string")
-    message = _without_wrapper(message)
     if word(message.get("kind")) in {"request", "response"} and "parts" in message:
         return _of_pydantic_ai(message, where)
     if word(message.get("type")) in _AUTOGEN or (
@@ -204,6 +220,7 @@ def _of_langchain(message: Fields, role: str, where: str) -> list[Message]:
         "tool_calls": calls or more.get("tool_calls"),
         "tool_call_id": message.get("tool_call_id"),
         "name": message.get("name"),
+        "is_error": True if message.get("status") == "error" else None,
     }
     return _of_chat(known(fields), where)
 

@@ -77,7 +77,7 @@ MESSAGE = Contents(
 INACTIVE = "messages that were taken back (not `active`): left out"
 MARKED = "answers that are marked as not to be trained on: part of the prompt"
 WEIGHT = "weight"
-_MARKS = (WEIGHT, "loss_mask", "step_loss_mask", "loss", "train", "training")
+MARKS = (WEIGHT, "loss_mask", "step_loss_mask", "loss", "train", "training")
 _SAID = ("reasoning_content", "reasoning", "content", "tool_calls")
 
 
@@ -130,7 +130,7 @@ class _Kind(msgspec.Struct, gc=False):
     @property
     def marks(self) -> dict[str, Any]:
         """What says whether the message is trained on, by key."""
-        values = [(name, getattr(self, name)) for name in _MARKS]
+        values = [(name, getattr(self, name)) for name in MARKS]
         return {name: value for name, value in values if value is not None}
 
 
@@ -177,7 +177,7 @@ def with_marks(messages: list[Message], marks: Mapping[str, Any], where: str) ->
     The marks are `weight` (OpenAI's fine-tuning format), `loss_mask`, `step_loss_mask`, `loss` (AgentInstruct,
     ms-swift), `train` and `training` (Axolotl): false or 0 for an answer that is part of the prompt.
     """
-    stated = {name: marks[name] for name in _MARKS if marks.get(name) is not None}
+    stated = {name: marks[name] for name in MARKS if marks.get(name) is not None}
     if not stated or all(message["role"] != "assistant" for message in messages):
         return messages
     for name, value in stated.items():

@@ -133,7 +133,7 @@ def test_the_messages_of_each_framework_are_the_same_conversation(name, is_line,
     path, content = tmp_path / "chat.json", FRAMEWORKS[name]
     path.write_text(json.dumps(content if is_line else {"messages": content}, indent=None))
     _, found = read_one(path)
-    assert found.steps[0].messages == CHAT
+    assert (found.steps[0].messages, found.unread) == (CHAT, {})
 
 
 def test_autogens_messages_which_traces_hold_are_the_same_conversation():
@@ -248,6 +248,31 @@ def test_an_answer_marked_as_not_trained_is_context_in_every_shape(record, tmp_p
     texts = [(m["role"], m["content"]) for m in step.messages]
     assert texts == [("user", "a?"), ("assistant", "A."), ("user", "b?"), ("assistant", "B.")]
     assert (step.num_given, found.notes, rejected) == (2, {MARKED: 1}, [])
+
+
+ASIDE = {
+    "sharegpt": {"from": "gpt", "value": "A."},
+    "langchain": {"type": "ai", "content": "A."},
+    "pydantic-ai": {"kind": "response", "parts": [{"part_kind": "text", "content": "A."}]},
+    "llama_index": {"role": "assistant", "blocks": [{"block_type": "text", "text": "A."}]},
+    "chat": {"role": "assistant", "content": "A."},
+}
+
+
+@pytest.mark.parametrize("name", ASIDE)
+@pytest.mark.parametrize(("key", "value"), [("aside", "Not read."), ("hidden", True)])
+def test_text_and_marks_in_keys_that_no_shape_has_are_named(name, key, value, tmp_path):
+    messages = [{"role": "user", "content": "a?"}, ASIDE[name] | {key: value}]
+    path = write_lines(tmp_path / "a.jsonl", {"id": "x", "conversations": messages})
+    ((_, trajectory),), _ = read_all(ADAPTER, path)
+    assert trajectory.unread == {f"message.{key}": 1}
+
+
+def test_the_mark_of_a_failed_call_in_langchain_is_kept(tmp_path):
+    failed = LANGCHAIN[3] | {"status": "error"}
+    path = write_lines(tmp_path / "a.jsonl", {"messages": [*LANGCHAIN[:3], failed, LANGCHAIN[4]]})
+    ((_, trajectory),), _ = read_all(ADAPTER, path)
+    assert [m.get("is_error") for m in trajectory.steps[0].messages] == [None] * 3 + [True, None]
 
 
 def test_prompt_and_completion_of_text_stay_text(tmp_path):
