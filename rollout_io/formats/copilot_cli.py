@@ -32,11 +32,39 @@ _STATE = (
     "session.compaction_start session.mode_changed session.plan_changed session.context_changed "
     "session.workspace_file_changed assistant.turn_start assistant.turn_end assistant.usage "
     "assistant.intent hook.start hook.end abort pending_messages.modified permission.requested "
-    "permission.completed tool.user_requested subagent.completed subagent.failed"
+    "permission.completed tool.user_requested subagent.completed subagent.failed subagent.selected "
+    "subagent.deselected session.warning session.remote_steerable_changed session.schedule_created "
+    "session.schedule_cancelled session.schedule_rearmed session.autopilot_objective_changed "
+    "session.session_limits_changed session.permissions_changed tool_search.activated "
+    "external_tool.requested session.canvas.recorded session.canvas.removed session.error/data "
+    "session.start/data session.model_change/data session.truncation/data subagent.started/data "
+    "session.compaction_complete/data session.context_cleared/data.messagesCleared"
 )
+_FACTS = {
+    "user.message": "agentMode delivery source isAutopilotContinuation parentAgentTaskId",
+    "system.message": "role name metadata",
+    "system.notification": "kind",
+    "assistant.reasoning": "reasoningId",
+    "assistant.message": "messageId requestId serviceRequestId clientRequestId apiCallId phase "
+    "reasoningWireField toolRequests.type toolRequests.intentionSummary toolRequests.toolTitle "
+    "toolRequests.mcpServerName toolRequests.mcpToolName",
+    "tool.execution_complete": "model toolDescription toolTelemetry",
+}
+"""Keys of `data` that say something about a message and are not sent, by the type of the event."""
 _LEAVES = {
-    "facts about an event": "*/id */parentId */timestamp */ephemeral */data "
-    "assistant.message/data.toolRequests.type",
+    "facts about an event": "*/id */parentId */timestamp */ephemeral "
+    + " ".join(
+        f"{kind}/data.{key}"
+        for kind, keys in _FACTS.items()
+        for key in f"{keys} interactionId turnId".split()
+    ),
+    "encrypted, for the API": "assistant.message/data.encryptedContent "
+    "assistant.message/data.reasoningOpaque",
+    "shown to the user, not sent": "tool.execution_complete/data.result.detailedContent "
+    "tool.execution_complete/data.result.uiResource",
+    "repeats the text of the result": "tool.execution_complete/data.result.contents "
+    "tool.execution_complete/data.result.structuredContent",
+    "what the model may cite": "tool.execution_complete/data.result.citableSources",
     "repeats the call": "tool.execution_start tool.execution_partial_result tool.execution_progress",
     "state of the harness": _STATE,
 }
@@ -104,6 +132,10 @@ class _Compacted(_Owner, gc=False, rename="camel"):
     summary_content: str | None = None
 
 
+class _Cleared(_Owner, gc=False, rename="camel"):
+    """The end of a context."""
+
+
 class _Rewind(_Owner, gc=False, rename="camel"):
     up_to_event_id: str | None = None
 
@@ -123,6 +155,7 @@ _RECORDS = {
     "session.model_change": _event(_Change),
     "session.error": _event(_Error),
     "session.compaction_complete": _event(_Compacted),
+    "session.context_cleared": _event(_Cleared),
     "session.truncation": _event(_Owner),
     "session.snapshot_rewind": _event(_Rewind),
     "system.message": _event(_Said),
@@ -195,6 +228,8 @@ class _Session:
                 note(SUMMARIES)
                 log.replace()
                 log.say([{"role": "user", "content": summary}], where, key)
+            case _Cleared():
+                log.replace()
             case _Rewind():
                 back = log.find(data.up_to_event_id)
                 if back is not None and back in log.path():

@@ -13,8 +13,11 @@ This is `agents/AGENT/wire.jsonl` of Kimi Code; `context.jsonl` of older version
     {"role": "assistant", "content": [{"type": "think", "think": "..."}], "tool_calls": [...]}
 
 A step is an answer. A compaction begins a context with the user's messages that it kept and the
-summary; `context.clear` and `context.undo` take messages back. A session is a run, with its
-sub-agents. The log has no reward and no token ids.
+summary; `context.clear` and `context.undo` take messages back. The messages of the log become those
+of a request as in Kimi Code (`loopEventFold.ts`, `toolResultRender.ts`, `contextOps.ts`): results say
+that their call failed or was interrupted, what the user writes meanwhile follows the results, and an
+undo ends at a compaction. A session is a run, with its sub-agents. The log has no reward and no token
+ids.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from rollout_io.formats.parsing.content import (
     NO_JSON,
     Message,
     Part,
+    bad_message,
     extend,
     is_text,
     json_text,
@@ -58,11 +62,19 @@ _STATE = (
     "turn.ended task.started task.ended todo.update goal.update permission.set_mode skill.activate "
     "reminder.notified session.meta"
 )
+_FACTS = (
+    "*/time */agentId config.update/profileName config.update/subagentNames config.update/cwd "
+    "config.update/thinkingEffort context.apply_compaction/tokensBefore llm.tools_snapshot/hash "
+    "message/id message/token_count context.append_message/message.name "
+    "context.append_message/message.providerMessageId context.append_message/message.origin "
+    "context.append_loop_event/event.turnId context.append_loop_event/event.messageId "
+    "context.append_loop_event/event.parentUuid context.append_loop_event/event.extras "
+    "context.append_loop_event/event.description context.append_loop_event/event.display "
+    "context.append_loop_event/event.usage context.append_loop_event/event.providerFinishReason "
+    "context.append_loop_event/event.rawFinishReason"
+)
 _LEAVES = {
-    "facts about an event": "*/time */agentId context.append_loop_event/event.* "
-    "context.append_message/message.* context.append_message/message.origin.* config.update/profileName config.update/subagentNames "
-    "config.update/cwd config.update/thinkingEffort context.apply_compaction/tokensBefore "
-    "llm.tools_snapshot/hash message/id message/token_count",
+    "facts about an event": _FACTS,
     "repeats the messages": "turn.prompt turn.steer",
     "state of the harness": _STATE,
     "answers of the user to questions of the harness": "permission.record_approval_result "
@@ -78,6 +90,13 @@ class _Part(msgspec.Struct, gc=False):
     image_url: Any = None
 
 
+_FAILED = "<system>ERROR: Tool execution failed.</system>"
+_EMPTY = "Tool output is empty."
+_INTERRUPTED = (
+    "Tool execution was interrupted before its result was recorded. "
+    "Do not assume the tool completed successfully."
+)
+_CUT = "answers after a compaction that cut off the user's messages: left out"
 _Content = str | list[_Part] | None
 _Told = Annotated[_Content, inner(PARTS)]
 
@@ -94,8 +113,10 @@ class _Call(msgspec.Struct, gc=False):
     arguments: msgspec.Raw = NO_JSON
 
 
-class _Origin(msgspec.Struct, gc=False):
+class _Origin(msgspec.Struct, gc=False, rename="camel"):
     kind: str | None = None
+    trigger: str | None = None
+    owner_prompt_id: str | None = None
 
 
 class _Message(msgspec.Struct, gc=False):
@@ -103,6 +124,9 @@ class _Message(msgspec.Struct, gc=False):
     content: _Told = None
     calls: list[_Call] | None = msgspec.field(name="toolCalls", default=None)
     tool_call_id: str | None = msgspec.field(name="toolCallId", default=None)
+    is_error: bool | None = msgspec.field(name="isError", default=None)
+    note: str | None = None
+    id: str | None = None
     origin: _Origin | None = None
 
 
@@ -118,6 +142,7 @@ class Logged(msgspec.Struct, gc=False):
 class _Result(msgspec.Struct, gc=False):
     output: _Content = None
     is_error: bool | None = msgspec.field(name="isError", default=None)
+    note: str | None = None
 
 
 class _Event(msgspec.Struct, gc=False, rename="camel"):
@@ -129,6 +154,7 @@ class _Event(msgspec.Struct, gc=False, rename="camel"):
     name: str | None = None
     args: msgspec.Raw = NO_JSON
     result: _Result | None = None
+    finish_reason: str | None = None
 
 
 class Config(msgspec.Struct, gc=False, rename="camel"):
@@ -159,11 +185,13 @@ class Looped(msgspec.Struct, gc=False):
 class Compaction(msgspec.Struct, gc=False, rename="camel"):
     """A summary, with the messages of the user that were kept."""
 
-    summary: str | None = None
+    summary: str | _Message | None = None
     context_summary: str | None = None
     kept_user_message_count: int | None = None
     kept_head_user_message_count: int | None = None
     compacted_count: int | None = None
+    count: int | None = None
+    legacy_tail: bool | None = None
 
 
 class Clear(msgspec.Struct, gc=False):
@@ -181,37 +209,73 @@ class _Wire:
     """Tells the contexts of an agent what its events say.
 
     Attributes:
-        prompts: What the user wrote.
+        prompts: What the user wrote, each with its id.
+        owners: Reminders that belong to a prompt, each with the prompt's id.
+        summaries: Summaries of compactions.
+        open_calls: Calls of the current step that have no result yet.
+        waiting: Messages that follow the results of these calls.
     """
 
     log: Contexts
-    prompts: set[Said] = field(default_factory=set)
+    prompts: dict[Said, str | None] = field(default_factory=dict)
+    owners: dict[Said, str | None] = field(default_factory=dict)
+    summaries: set[Said] = field(default_factory=set)
+    open_calls: set[str | None] = field(default_factory=set)
+    waiting: list[tuple[_Message | Logged, str]] = field(default_factory=list)
 
     def add(self, message: _Message | Logged, where: str) -> None:
         """Add a message; an answer without anything is a call that failed."""
+        if self.open_calls:
+            self.waiting.append((message, where))
+            return
         calls = [_call(call, where) for call in message.calls or ()]
         sent = _said(message.role or "", message.content)
         sent |= known({"tool_calls": calls or None, "tool_call_id": message.tool_call_id})
+        if isinstance(message, _Message) and message.role == "tool":
+            result = _Result(message.content, message.is_error, message.note)
+            sent = _result(result, message.tool_call_id)
         node = self.log.say([sent], where)
-        origin = message.origin if isinstance(message, _Message) else None
-        if message.role == "user" and (origin is None or origin.kind == "user"):
-            self.prompts.add(node)
+        origin = (message.origin if isinstance(message, _Message) else None) or _Origin("user")
+        if message.role == "user" and (origin.kind == "user" or origin.trigger == "user-slash"):
+            self.prompts[node] = message.id if isinstance(message, _Message) else None
+        elif origin.owner_prompt_id is not None:
+            self.owners[node] = origin.owner_prompt_id
 
     def event(self, event: _Event, where: str) -> None:
         """Add an event of a step."""
         if event.type == "step.begin":
+            self._settle(where)
             self._step(event.uuid, where)
+        elif event.type == "step.end" and event.finish_reason not in {"interrupted", "error"}:
+            self._settle(where)
         elif event.type == "content.part" and event.part is not None:
             extend(self._step(event.step_uuid, where), _said("assistant", [event.part]))
         elif event.type == "tool.call":
             call = tool_call(event.tool_call_id, event.name or "", json_text(event.args, where))
             piece = {"role": "assistant", "content": "", "tool_calls": [call]}
             extend(self._step(event.step_uuid, where), piece)
+            self.open_calls.add(event.tool_call_id)
         elif event.type == "tool.result":
-            result = event.result or _Result()
-            content = _said("tool", result.output)["content"]
-            message = tool_result(content, event.tool_call_id, is_error=result.is_error)
-            self.log.say([message], where)
+            self.log.say([_result(event.result or _Result(), event.tool_call_id)], where)
+            self.open_calls.discard(event.tool_call_id)
+            self._flush()
+
+    def _settle(self, where: str) -> None:
+        """End a step: a call without a result was interrupted."""
+        if self.open_calls:
+            self.log.close_calls(f"{_FAILED}\n{_INTERRUPTED}", where)
+        self.open_calls.clear()
+        self._flush()
+
+    def _flush(self) -> None:
+        waiting = [] if self.open_calls else self.waiting
+        while waiting:
+            self.add(*waiting.pop(0))
+
+    def end(self) -> None:
+        """Forget the current step, as its context ends."""
+        self.open_calls.clear()
+        self.waiting.clear()
 
     def _step(self, uuid: str | None, where: str) -> Message:
         key = uuid or where
@@ -222,26 +286,68 @@ class _Wire:
 
     def compact(self, line: Compaction, where: str) -> None:
         """Begin a context with a summary."""
-        log, path = self.log, self.log.path()
-        summary: Message = {"role": "user", "content": line.context_summary or line.summary or ""}
+        log, path, num_kept = self.log, self.log.path(), line.kept_user_message_count
+        self.end()
         log.replace()
-        if line.kept_user_message_count is None:  # older versions keep the end of the history
-            log.say([summary], where)
-            log.keep(path[line.compacted_count or 0 :])
+        text = line.context_summary or line.summary or ""
+        summary: Message = (
+            {"role": "user", "content": text}
+            if isinstance(text, str)
+            else _said("user", text.content)
+        )
+        if line.legacy_tail or (line.legacy_tail is None and num_kept is None):
+            self.summaries.add(log.say([summary], where))
+            num_compacted = line.compacted_count or line.count or 0
+            self._keep(path[num_compacted:])
             return
+        if line.kept_head_user_message_count is not None:
+            finding = "a compaction cut off the user's messages, and the log does not say where"
+            log.lose(bad_message(where, finding), where, loss=_CUT)
         prompts = [node for node in path if node in self.prompts]
-        num_head = min(line.kept_head_user_message_count or 0, len(prompts))
-        num_tail = max(line.kept_user_message_count - num_head, 0)
-        nodes = prompts[:num_head] + prompts[max(num_head, len(prompts) - num_tail) :]
-        self.prompts |= {*log.keep(nodes)}
-        log.say([summary], where)
+        self._keep(prompts[max(len(prompts) - (num_kept or 0), 0) :])
+        self.summaries.add(log.say([summary], where))
+
+    def _keep(self, nodes: Sequence[Said]) -> None:
+        for node, copy in zip(nodes, self.log.keep(nodes), strict=True):
+            for names in (self.prompts, self.owners):
+                if node in names:
+                    names[copy] = names[node]
 
     def undo(self, count: int) -> None:
-        """Take back turns of the user."""
-        prompts = [node for node in self.log.path() if node in self.prompts]
-        count = min(count, len(prompts))
-        if count > 0:
-            self.log.rewind(prompts[-count].before)
+        """Take back turns of the user, each with its reminders: all of them, or none."""
+        path, cut = self.log.path(), None
+        for at in range(len(path) - 1, -1, -1):
+            if path[at] in self.summaries or count <= 0:
+                break
+            if path[at] in self.prompts:
+                cut, count, prompt = at, count - 1, self.prompts[path[at]]
+                while cut > 0 and prompt and self.owners.get(path[cut - 1]) == prompt:
+                    cut -= 1
+        if cut is not None and count <= 0:
+            self.end()
+            self.log.rewind(path[cut].before)
+
+
+def _result(result: _Result, call_id: str | None) -> Message:
+    """Return a result as the model is sent it: with its status, and the note about it."""
+    content: Any = _said("tool", result.output)["content"]
+    if isinstance(content, str):
+        content = _with_status(content, is_error=result.is_error is True)
+        content += f"\n{result.note}" if result.note else ""
+    else:
+        status = [{"type": "text", "text": _FAILED}] if result.is_error else []
+        content = [
+            *status,
+            *content,
+            *([{"type": "text", "text": result.note}] if result.note else ()),
+        ]
+    return tool_result(content, call_id, is_error=result.is_error)
+
+
+def _with_status(text: str, *, is_error: bool) -> str:
+    if is_error:
+        return f"{_FAILED}\n{text}" if text else f"{_FAILED[:-9]} {_EMPTY}</system>"
+    return f"<system>{_EMPTY}</system>" if text.strip() in {"", _EMPTY} else text
 
 
 def _said(role: str, content: _Content) -> Message:
@@ -283,6 +389,7 @@ def read(lines: Iterator[Line], log: Contexts) -> None:
             case Compaction():
                 wire.compact(record, where)
             case Clear():
+                wire.end()
                 log.replace()
             case Undo():
                 wire.undo(record.count or 0)

@@ -53,7 +53,10 @@ _RUN = (
 )
 _LEAVES = {
     "facts about an event": "*/source */timestamp */sender */activated_skills */activated_microagents "
-    "*/critic_result */llm_response_id */action_id */tool_name MessageEvent/llm_message "
+    "*/critic_result */llm_response_id */action_id */tool_name MessageEvent/llm_message.name "
+    "MessageEvent/llm_message.cache_enabled MessageEvent/llm_message.vision_enabled "
+    "MessageEvent/llm_message.function_calling_enabled MessageEvent/llm_message.force_string_serializer "
+    "MessageEvent/llm_message.send_reasoning_content "
     "AgentErrorEvent/classification UserRejectObservation/rejection_source",
     "repeats the call, as the tool parsed it": "ActionEvent/action ActionEvent/security_risk "
     "ActionEvent/summary ActionEvent/tool_call.origin",

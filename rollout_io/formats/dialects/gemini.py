@@ -94,13 +94,8 @@ class _Content(msgspec.Struct, gc=False):
     role: str | None = None
 
 
-class _Answer(msgspec.Struct, gc=False):
-    output: msgspec.Raw = NO_JSON
-    error: msgspec.Raw = NO_JSON
-
-
 _CONTENT_DECODER = msgspec.json.Decoder(_Content)
-_ANSWER_DECODER = msgspec.json.Decoder(_Answer)
+_ANSWER_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 Parts = str | Part | list[Part | str] | None
 
 
@@ -227,13 +222,14 @@ def result_content(response: _Response, where: str) -> str | list[Message]:
 
 
 def answer_text(raw: msgspec.Raw, where: str) -> str:
-    """Return the output or the error of a function's response; any other response as JSON."""
+    """Return the output or the error of a function's response; a response with more as JSON."""
     try:
-        answer = _ANSWER_DECODER.decode(raw)
+        fields = _ANSWER_DECODER.decode(raw)
     except (msgspec.MsgspecError, ValueError):
         return json_text(raw, where)
-    texts = [text for text in (answer.output, answer.error) if bytes(text) != b"null"]
-    return json_text(texts[0] if texts else raw, where)
+    said = {name: value for name, value in fields.items() if bytes(value) != b"null"}
+    is_text = len(said) == 1 and said.keys() <= {"output", "error"}
+    return json_text(next(iter(said.values())) if is_text else raw, where)
 
 
 def system_prompt(instruction: Any, where: str) -> str:

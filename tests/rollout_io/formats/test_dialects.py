@@ -1,5 +1,7 @@
 """The converters of the APIs' messages, on requests and responses of our own."""
 
+import json
+
 import pytest
 
 from rollout_io.formats.dialects import anthropic, gemini, responses
@@ -132,6 +134,10 @@ def test_results_of_gemini_stand_before_a_picture_between_them_which_is_noted():
     assert notes == {gemini.MOVED: 1}
 
 
+RESPONSE = {"output": "x", "rows": 3}
+"""A response that says more than its output."""
+
+
 def test_geminis_contents_become_messages_in_their_order():
     given = [
         {
@@ -150,7 +156,7 @@ def test_geminis_contents_become_messages_in_their_order():
             "role": "user",
             "parts": [
                 {"functionResponse": {"name": "ls", "response": {"output": "x"}}},
-                {"functionResponse": {"name": "ls", "id": "c9", "response": {"rows": 3}}},
+                {"functionResponse": {"name": "ls", "id": "c9", "response": RESPONSE}},
             ],
         },
         {"role": "model", "parts": [{"text": "A."}, {"text": "B."}]},
@@ -160,7 +166,8 @@ def test_geminis_contents_become_messages_in_their_order():
     assert reply["reasoning_content"] == "Hm."
     assert [c["id"] for c in reply["tool_calls"]] == ["call_1_ls", "c9"]
     assert first == {"role": "tool", "content": "x", "tool_call_id": "call_1_ls"}
-    assert second == {"role": "tool", "content": '{"rows":3}', "tool_call_id": "c9"}
+    assert second["tool_call_id"] == "c9"
+    assert json.loads(second["content"]) == RESPONSE
     assert last == said(content="A.\nB.")
 
 

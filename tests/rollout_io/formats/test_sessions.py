@@ -62,7 +62,6 @@ def test_no_damage_loses_a_line_or_ends_in_a_traceback(name):
 NO_PROMPT = ("openhands_sdk",)
 """Logs that begin with an answer, so that there is nothing to sample from: refused by name."""
 
-NAMED = {"kimi_cli": {"context.append_loop_event.event.result.note": 2}}
 """What a real session holds in neither list of its format: named with its count."""
 
 REAL = {
@@ -84,7 +83,7 @@ def test_a_real_session_says_what_a_plain_reader_finds(name, harness_logs, smoll
         pytest.skip(f"no {path}")
     assert recognize(path, FORMATS) == [name]
     (((_, found),), _) = read_all(FORMATS[name], path)
-    assert found.unread == NAMED.get(name, {})
+    assert found.unread == {}
     said = "".join(spelled(step.messages) for step in found.steps)
     assert missing_fact(next(iter(read_source(name, path).values())), said) is None
     choices = {"tokenizer": str(smollm2_dir), "chat_template": "chatml_tools_thinking"}
@@ -305,6 +304,94 @@ def test_a_compaction_of_an_older_kimi_keeps_the_end(read):
     lines = [WIRE, prompt("Go."), *step("One."), prompt("On."), *step("Two."), cut]
     first, second = read("kimi_cli", [*lines, prompt("More."), *step("Three.")]).steps
     assert texts(second) == ["In short.", *texts(first)[2:], "More.", "Three."]
+
+
+def loop(kind, **fields):
+    return wire("context.append_loop_event", event={"type": kind} | fields)
+
+
+def calling(name, *calls):
+    """A step of Kimi with calls."""
+    parts = [loop("tool.call", stepUuid=name, toolCallId=c, name="ls", args={}) for c in calls]
+    return [loop("step.begin", uuid=name), *parts]
+
+
+FAILED = "<system>ERROR: Tool execution failed.</system>"
+EMPTY = "<system>Tool output is empty.</system>"
+
+
+@pytest.mark.parametrize(
+    ("result", "content"),
+    [
+        ({"output": "a"}, "a"),
+        ({"output": " "}, EMPTY),
+        ({"output": "a", "isError": True}, f"{FAILED}\na"),
+        ({"output": "", "isError": True}, FAILED[:-9] + " Tool output is empty.</system>"),
+        ({"output": [says("a")], "note": "<system>cut</system>"}, "a\n<system>cut</system>"),
+    ],
+)
+def test_a_result_of_kimi_is_what_its_model_was_sent(result, content, read):
+    lines = [
+        WIRE,
+        prompt("Go."),
+        *calling("s", "c"),
+        loop("tool.result", toolCallId="c", result=result),
+    ]
+    (step_read,) = read("kimi_cli", [*lines, *step("One.")]).steps
+    assert [m["content"] for m in step_read.messages if m["role"] == "tool"] == [content]
+
+
+def test_what_is_written_during_a_call_of_kimi_follows_its_results_one_of_which_was_interrupted(
+    read,
+):
+    lines = [WIRE, prompt("Go."), *calling("s", "c", "d"), prompt("Wait!")]
+    lines += [loop("tool.result", toolCallId="c", result={"output": "a"}), *step("One.")]
+    (step_read,) = read("kimi_cli", lines).steps
+    roles = [(m["role"], m.get("tool_call_id")) for m in step_read.messages]
+    results = [("tool", "c"), ("tool", "d")]
+    assert roles == [
+        ("user", None),
+        ("assistant", None),
+        *results,
+        ("user", None),
+        ("assistant", None),
+    ]
+    assert step_read.messages[3]["content"].startswith(f"{FAILED}\nTool execution was interrupted")
+
+
+def test_an_undo_of_kimi_takes_reminders_of_its_prompt_and_ends_at_a_compaction(read):
+    typed = prompt("/fix", "skill_activation")
+    typed["message"] |= {"id": "p"}
+    typed["message"]["origin"] |= {"trigger": "user-slash"}
+    reminder = prompt("Mind.", "injection")
+    reminder["message"]["origin"] |= {"ownerPromptId": "p"}
+    lines = [WIRE, prompt("Go."), *step("One.")]
+    lines += [wire("context.apply_compaction", contextSummary="In short.", keptUserMessageCount=1)]
+    lines += [reminder, typed, *step("Two.")]
+    kept = ["Go.", "In short.", "Mind.", "/fix", "Two."]
+    for count, after in ((1, ["Go.", "In short."]), (2, kept)):
+        reading = read("kimi_cli", [*lines, wire("context.undo", count=count), *step("Three.")])
+        assert texts(reading.steps[-1]) == [*after, "Three."], count
+
+
+def test_answers_after_a_compaction_of_kimi_that_cut_the_users_messages_off_are_left_out(read):
+    cut = wire(
+        "context.apply_compaction",
+        contextSummary="In short.",
+        keptUserMessageCount=2,
+        keptHeadUserMessageCount=1,
+    )
+    reading = read("kimi_cli", [WIRE, prompt("Go."), *step("One."), cut, *step("Two.")])
+    assert (contexts(reading), [*reading.notes.values()]) == ([(None, ["Go.", "One."], 0)], [1])
+
+
+@pytest.mark.parametrize("key", ["hint", "hidden"])
+def test_what_kimi_and_copilot_say_beside_a_message_is_named(key, read):
+    lines = [WIRE, prompt("Go."), *step("One.")]
+    lines[1]["message"][key] = "Said."
+    assert read("kimi_cli", lines).unread == {f"context.append_message.message.{key}": 1}
+    events = copilot(("user.message", {"content": "Go.", key: "Said."}), told("One."))
+    assert read("copilot_cli", events).unread == {f"user.message.data.{key}": 1}
 
 
 def in_folder(tmp_path, name, *lines):
@@ -543,6 +630,15 @@ def test_a_rewind_of_copilot_to_an_answer_keeps_what_was_before_it(read):
         (None, ["Go.", "One.", "Two."], 0),
         (None, ["Go.", "One.", "Three."], 2),
     ]
+
+
+def test_a_context_of_copilot_that_was_cleared_is_not_what_the_next_answer_saw(read):
+    first = [("user.message", {"content": "Go."}), told("One.")]
+    second = [("user.message", {"content": "On."}), told("Two.")]
+    cleared = ("session.context_cleared", {"messagesCleared": 2})
+    reading = read("copilot_cli", copilot(*first, cleared, *second))
+    assert contexts(reading) == [(None, ["Go.", "One."], 0), (None, ["On.", "Two."], 0)]
+    assert reading.unread == {}
 
 
 def test_calls_and_results_of_cursor_without_ids_belong_together_in_order(read):
