@@ -53,12 +53,16 @@ PARTS = Contents(
     leaves=dict(BLOCKS.leaves) | dict(TEXTS.leaves),
     inner=BLOCKS.inner,
 )
+_CALLS = Contents(
+    reads={"": "id name arguments function"},
+    leaves={"kinds and places of calls": "type index"},
+)
 _CHAT = Contents(
     reads={
-        "": "role reasoning_content reasoning thinking thinking_blocks tool_calls tool_call_id "
+        "": "role reasoning_content reasoning thinking thinking_blocks tool_call_id "
         "tool_call_ids is_error name active weight loss_mask step_loss_mask loss train training"
     },
-    inner={"content": PARTS},
+    inner={"content": PARTS, "tool_calls": _CALLS},
 )
 MESSAGE = Contents(
     kind="type",
@@ -70,7 +74,12 @@ MESSAGE = Contents(
         "message/token_ids",
         "facts about a call": "message/finish_reason message/stop_reason message/annotations",
     },
-    inner={**ITEMS.inner, "message/content": PARTS, "message/output": ITEMS},
+    inner={
+        **ITEMS.inner,
+        "message/content": PARTS,
+        "message/output": ITEMS,
+        "message/tool_calls": _CALLS,
+    },
 )
 """A message of `read_messages`."""
 
