@@ -34,12 +34,11 @@ from rollout_io.conversion.text import Retokenizer, check_decoded, is_of_tokeniz
 from rollout_io.conversion.untokenized import Untokenized
 from rollout_io.dataset.footer import Part
 from rollout_io.dataset.writer import RolloutWriter
-from rollout_io.formats.base import Adapter, Input, Options, Rejected, Run, Trajectory
+from rollout_io.formats.base import Adapter, Input, Options, Rejected, Run, Trajectory, noted
 from rollout_io.formats.detect import find_adapter
 from rollout_io.formats.parsing.jsonl import contained
 from rollout_io.formats.parsing.lines import INCOMPLETE, close_files
 from rollout_io.formats.parsing.naming import natural_key
-from rollout_io.formats.parsing.notes import noted
 from rollout_io.formats.parsing.tokens import strict_ids
 from schemas.checker import Checker
 from schemas.errors import InvariantError, RolloutError

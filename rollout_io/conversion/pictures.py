@@ -12,9 +12,8 @@ import numpy as np
 
 from rollout_io.dataset.blobs import Blobs
 from rollout_io.dataset.storage import Location
-from rollout_io.formats.base import Ids, Step
+from rollout_io.formats.base import Ids, Step, note
 from rollout_io.formats.parsing.media import stored_content, stored_messages, storing
-from rollout_io.formats.parsing.notes import note
 from rollout_io.formats.parsing.tokens import parse_ids
 from schemas.messages import RETOKENIZED, media_in
 

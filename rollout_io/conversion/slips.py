@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from rollout_io.formats.base import Conversation, Logged, Step, Trajectory
-from rollout_io.formats.parsing.notes import note
+from rollout_io.formats.base import Conversation, Logged, Step, Trajectory, note
 from schemas.errors import InputError
 
 ROLES = frozenset(

@@ -21,10 +21,9 @@ from rollout_io.conversion.joining import Recorded
 from rollout_io.conversion.pictures import entries_of, expansions_of, with_pictures
 from rollout_io.conversion.untokenized import Untokenized, json_of, step_of
 from rollout_io.dataset.opening import Version
-from rollout_io.formats.base import Completion, Conversation, Logged, Step, Trajectory
+from rollout_io.formats.base import Completion, Conversation, Logged, Step, Trajectory, note
 from rollout_io.formats.parsing.media import restored
 from rollout_io.formats.parsing.messages import text_of
-from rollout_io.formats.parsing.notes import note
 from rollout_io.formats.parsing.tokens import parse_ids, token_ids
 from rollout_io.formats.parsing.witnesses import holds, missing_word
 from rollout_io.retokenize.local import tokenizer_directory

@@ -24,8 +24,8 @@ import msgspec
 from rollout_io.formats.base import Completion, Conversation, Options, Place, Run, Trajectory
 from rollout_io.formats.dialects import frameworks, responses
 from rollout_io.formats.dialects.bodies import tools_of, value_of
+from rollout_io.formats.engines.containers import is_table, schema_of
 from rollout_io.formats.engines.records import Records
-from rollout_io.formats.engines.tables import is_table, schema_of
 from rollout_io.formats.openai_messages import NAMES, Named, with_groups
 from rollout_io.formats.parsing.content import NO_JSON, Message
 from rollout_io.formats.parsing.messages import prompt_key

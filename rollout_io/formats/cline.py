@@ -27,7 +27,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from rollout_io.formats.base import Options, Place, Run, Trajectory
+from rollout_io.formats.base import Options, Place, Run, Trajectory, note
 from rollout_io.formats.contexts import SUMMARIES, Contexts
 from rollout_io.formats.dialects import frameworks, responses
 from rollout_io.formats.engines.records import Records, joined
@@ -37,7 +37,6 @@ from rollout_io.formats.parsing.content import raw_of
 from rollout_io.formats.parsing.jsonl import decode_document, decode_line
 from rollout_io.formats.parsing.lines import read_record
 from rollout_io.formats.parsing.messages import MESSAGE, PARTS, read_messages
-from rollout_io.formats.parsing.notes import note
 
 _PARTS = PARTS.plus(
     reads={

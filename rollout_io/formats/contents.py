@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rollout_io.formats.parsing.notes import note_unread
+from rollout_io.formats.base import note_unread
 
 EVERY = "*"
 SELF = "self"

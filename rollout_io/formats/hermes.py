@@ -25,7 +25,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from rollout_io.formats.base import Options, Place, Run, Trajectory
+from rollout_io.formats.base import Options, Place, Run, Trajectory, note
 from rollout_io.formats.contexts import SUMMARIES, Contexts
 from rollout_io.formats.engines.records import Records, is_object_with, joined
 from rollout_io.formats.grammar import inner
@@ -41,7 +41,6 @@ from rollout_io.formats.parsing.content import NO_JSON, Message
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.lines import read_record
 from rollout_io.formats.parsing.messages import INACTIVE, MESSAGE, openai_tools, read_message
-from rollout_io.formats.parsing.notes import note
 
 NO_PARENT = (
     "compressed sessions whose parent is not in the log: kept answers are not told from new ones"

@@ -22,7 +22,7 @@ import msgspec
 
 from rollout_io.dataset.opening import Version, read_input
 from rollout_io.formats.base import About, Found, Input, Options, Place, Run, Trajectory
-from rollout_io.formats.engines.archives import is_zip, members_of, read_member
+from rollout_io.formats.engines.containers import is_zip, members_of, read_member
 from rollout_io.formats.engines.records import Records
 from rollout_io.formats.inspect_ai_samples import (
     LEAVES,

@@ -11,8 +11,8 @@ import msgspec
 from rollout_io.formats.base import Options, Trajectory
 from rollout_io.formats.contents import account
 from rollout_io.formats.grammar import Grammar
-from rollout_io.formats.parsing.bodies import NO_JSON, Sampling
-from rollout_io.formats.parsing.content import Message, known
+from rollout_io.formats.parsing.bodies import Sampling
+from rollout_io.formats.parsing.content import NO_JSON, Message, known
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.messages import MESSAGE, read_message
 from rollout_io.formats.parsing.model_calls import Call

@@ -37,7 +37,7 @@ from rollout_io.formats.dialects.responses import ITEMS
 from rollout_io.formats.engines.records import Open, Records
 from rollout_io.formats.grammar import inner
 from rollout_io.formats.nemo_gym_text import Request, read_conversation
-from rollout_io.formats.parsing.bodies import NO_JSON
+from rollout_io.formats.parsing.content import NO_JSON
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.lines import read_record
 from rollout_io.formats.parsing.naming import natural_key, numbers

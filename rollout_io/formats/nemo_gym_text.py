@@ -27,9 +27,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from rollout_io.formats.base import Conversation
-from rollout_io.formats.parsing.bodies import NO_JSON, Share
+from rollout_io.formats.base import Conversation, note
+from rollout_io.formats.parsing.bodies import Share
 from rollout_io.formats.parsing.content import (
+    NO_JSON,
     Content,
     Message,
     bad_message,
@@ -41,7 +42,6 @@ from rollout_io.formats.parsing.content import (
     tool_call,
 )
 from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.notes import note
 from rollout_io.formats.parsing.responses import Response
 from rollout_io.formats.parsing.sampling import SamplingFields
 from schemas.errors import InputError

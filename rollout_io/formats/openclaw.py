@@ -18,12 +18,12 @@ from typing import Annotated
 
 import msgspec
 
+from rollout_io.formats.base import note
 from rollout_io.formats.contexts import Contexts, Item
 from rollout_io.formats.dialects import pi
+from rollout_io.formats.engines.runs import digest
 from rollout_io.formats.engines.sessions import Line, Names, Sessions
 from rollout_io.formats.grammar import inner
-from rollout_io.formats.parsing.forks import digest
-from rollout_io.formats.parsing.notes import note
 from rollout_io.formats.start import like
 
 _SUB = ":subagent:"

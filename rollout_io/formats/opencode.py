@@ -28,6 +28,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from rollout_io.formats.base import note
 from rollout_io.formats.contents import Contents
 from rollout_io.formats.contexts import SUMMARIES, Contexts, Said
 from rollout_io.formats.dialects.pi import CUT
@@ -45,7 +46,6 @@ from rollout_io.formats.parsing.content import (
     tool_call,
     tool_result,
 )
-from rollout_io.formats.parsing.notes import note
 
 _PARTS = Contents(
     kind="type",

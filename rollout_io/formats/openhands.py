@@ -22,8 +22,8 @@ from rollout_io.formats.engines.records import Records, is_object_with
 from rollout_io.formats.grammar import inner
 from rollout_io.formats.openhands_events import EVENT, is_reconstructed, read_calls
 from rollout_io.formats.parsing.content import NO_JSON
-from rollout_io.formats.parsing.documents import run_of_file, with_group_rule
 from rollout_io.formats.parsing.jsonl import decode_line
+from rollout_io.formats.parsing.lines import run_of_file, with_group_rule
 from rollout_io.formats.parsing.model_calls import steps_of
 from rollout_io.formats.parsing.naming import numbers
 from schemas.errors import InputError

@@ -27,13 +27,12 @@ from typing import Any
 
 import msgspec
 
+from rollout_io.formats.base import note
 from rollout_io.formats.contents import Contents
-from rollout_io.formats.parsing.bodies import NO_JSON
-from rollout_io.formats.parsing.content import Message, same_json
+from rollout_io.formats.parsing.content import NO_JSON, Message, same_json
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.messages import read_message
 from rollout_io.formats.parsing.model_calls import Call
-from rollout_io.formats.parsing.notes import note
 from schemas.errors import InputError
 
 _TAGS = {

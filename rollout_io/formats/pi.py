@@ -22,6 +22,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from rollout_io.formats.base import note
 from rollout_io.formats.contexts import SUMMARIES, Contexts
 from rollout_io.formats.dialects import pi
 from rollout_io.formats.dialects.pi import PiMessage
@@ -29,7 +30,6 @@ from rollout_io.formats.engines.sessions import Line, Names, Sessions
 from rollout_io.formats.grammar import inner
 from rollout_io.formats.parsing.content import NO_JSON
 from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.notes import note
 from rollout_io.formats.start import like
 
 EXTENDED = (

@@ -24,10 +24,10 @@ import numpy as np
 from rollout_io.formats.base import Conversation, Options, Place, Run, Step, Trajectory
 from rollout_io.formats.contents import account
 from rollout_io.formats.engines.records import Records
-from rollout_io.formats.parsing.bodies import NO_JSON, Int32
-from rollout_io.formats.parsing.content import filled
-from rollout_io.formats.parsing.documents import logs_of, with_group_rule
+from rollout_io.formats.parsing.bodies import Int32
+from rollout_io.formats.parsing.content import NO_JSON, filled
 from rollout_io.formats.parsing.jsonl import decode_line
+from rollout_io.formats.parsing.lines import logs_of, with_group_rule
 from rollout_io.formats.parsing.messages import MESSAGE, read_messages, text_of
 from rollout_io.formats.parsing.model_calls import Call, conversations_of
 from rollout_io.formats.parsing.naming import label, numbers

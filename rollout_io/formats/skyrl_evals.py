@@ -21,7 +21,7 @@ import msgspec
 from rollout_io.formats.base import About, Completion, Found, Input, Options, Place, Run, Trajectory
 from rollout_io.formats.engines.records import Records, is_object_with
 from rollout_io.formats.parsing.content import NO_JSON, filled
-from rollout_io.formats.parsing.documents import logs_below
+from rollout_io.formats.parsing.lines import logs_below
 from rollout_io.formats.parsing.messages import prompt_key
 from rollout_io.formats.parsing.naming import with_files_apart
 from rollout_io.formats.start import Start

@@ -35,13 +35,24 @@ from rollout_io.formats.base import (
     Step,
     Trajectory,
 )
-from rollout_io.formats.engines.groups import gathered
-from rollout_io.formats.parsing.arrays import IDS, LOGPROBS, MASK, ROUTES, BrokenArray, Numbers
+from rollout_io.formats.engines.runs import gathered
 from rollout_io.formats.parsing.content import filled
-from rollout_io.formats.parsing.documents import index_of, with_group_rule
 from rollout_io.formats.parsing.jsonl import refuse_lfs_pointer
-from rollout_io.formats.parsing.tokens import INT32_MAX, broken, logprob_array
-from rollout_io.formats.parsing.weight_versions import names_of, oldest, versions_of_calls
+from rollout_io.formats.parsing.lines import index_of, with_group_rule
+from rollout_io.formats.parsing.tokens import (
+    IDS,
+    INT32_MAX,
+    LOGPROBS,
+    MASK,
+    ROUTES,
+    BrokenArray,
+    Numbers,
+    broken,
+    logprob_array,
+    names_of,
+    oldest,
+    versions_of_calls,
+)
 from rollout_io.formats.slime_metadata import read_back
 from rollout_io.formats.start import Start
 from rollout_io.formats.verifiers_traces import runs

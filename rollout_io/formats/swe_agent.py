@@ -24,8 +24,8 @@ from rollout_io.formats.contents import Contents
 from rollout_io.formats.engines.records import Records
 from rollout_io.formats.grammar import inner
 from rollout_io.formats.parsing.content import NO_JSON, Message
-from rollout_io.formats.parsing.documents import run_of_file, with_group_rule
 from rollout_io.formats.parsing.jsonl import decode_line
+from rollout_io.formats.parsing.lines import run_of_file, with_group_rule
 from rollout_io.formats.parsing.messages import MESSAGE, read_message, read_messages
 from rollout_io.formats.parsing.model_calls import Call, steps_of
 from rollout_io.formats.start import like

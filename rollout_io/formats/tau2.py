@@ -21,7 +21,16 @@ from typing import Annotated, Any
 
 import msgspec
 
-from rollout_io.formats.base import Conversation, Found, Options, Place, Rejected, Run, Trajectory
+from rollout_io.formats.base import (
+    Conversation,
+    Found,
+    Options,
+    Place,
+    Rejected,
+    Run,
+    Trajectory,
+    note,
+)
 from rollout_io.formats.contents import Contents
 from rollout_io.formats.engines.records import Records, beside
 from rollout_io.formats.grammar import inner
@@ -30,7 +39,6 @@ from rollout_io.formats.parsing.jsonl import decode_document, decode_line
 from rollout_io.formats.parsing.lines import read_record
 from rollout_io.formats.parsing.messages import read_messages
 from rollout_io.formats.parsing.naming import numbers
-from rollout_io.formats.parsing.notes import note
 from rollout_io.formats.parsing.tokens import INT32_MAX
 from schemas.errors import InputError, count
 

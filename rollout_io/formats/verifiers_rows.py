@@ -25,8 +25,8 @@ from rollout_io.formats.base import Conversation, Options, Place, Step, Trajecto
 from rollout_io.formats.contents import account
 from rollout_io.formats.engines.records import Open
 from rollout_io.formats.grammar import Grammar
-from rollout_io.formats.parsing.bodies import NO_JSON, Sampling, Usage
-from rollout_io.formats.parsing.content import Message, filled
+from rollout_io.formats.parsing.bodies import Sampling, Usage
+from rollout_io.formats.parsing.content import NO_JSON, Message, filled
 from rollout_io.formats.parsing.jsonl import decode_line, read_document
 from rollout_io.formats.parsing.lines import read_record
 from rollout_io.formats.parsing.messages import MESSAGE, openai_tools, read_messages, text_of

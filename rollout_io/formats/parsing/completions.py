@@ -15,7 +15,6 @@ import numpy as np
 
 from rollout_io.formats.base import Ids, Step
 from rollout_io.formats.parsing.bodies import (
-    NO_JSON,
     Answer,
     Choice,
     Delta,
@@ -26,13 +25,21 @@ from rollout_io.formats.parsing.bodies import (
     Usage,
     ids_of,
     other_api,
+    read_support,
     sglang,
+    truncates,
 )
+from rollout_io.formats.parsing.content import NO_JSON
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.sampling import sampling_extra
-from rollout_io.formats.parsing.support import read_support, truncates
-from rollout_io.formats.parsing.tokens import broken, num_ids, route_array, same_ids, usage_differs
-from rollout_io.formats.parsing.weight_versions import versions_of_meta
+from rollout_io.formats.parsing.tokens import (
+    broken,
+    num_ids,
+    route_array,
+    same_ids,
+    usage_differs,
+    versions_of_meta,
+)
 from rollout_io.formats.parsing.witnesses import check_tokens, words_of_calls
 from schemas.errors import InputError, count
 from schemas.excerpts import cleaned

@@ -27,7 +27,7 @@ from typing import Any
 
 import msgspec
 
-from rollout_io.formats.base import Conversation, Logged
+from rollout_io.formats.base import Conversation, Logged, note
 from rollout_io.formats.contents import Contents
 from rollout_io.formats.dialects.anthropic import BLOCKS, messages_of
 from rollout_io.formats.dialects.responses import ITEMS, OUTPUTS, TEXTS, Item, read_item, reply_of
@@ -44,7 +44,6 @@ from rollout_io.formats.parsing.content import (
 )
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.media import READS
-from rollout_io.formats.parsing.notes import note
 
 PARTS = Contents(
     kind="type",

@@ -13,13 +13,12 @@ from typing import Any
 
 import msgspec
 
-from rollout_io.formats.base import Conversation, Step
+from rollout_io.formats.base import Conversation, Step, note
 from rollout_io.formats.contexts import Contexts
 from rollout_io.formats.parsing.bodies import Request, Response
 from rollout_io.formats.parsing.completions import ASK, holds_tokens, read_choices
 from rollout_io.formats.parsing.content import Message
 from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.notes import note
 from schemas.errors import InputError
 from schemas.messages import is_answer
 

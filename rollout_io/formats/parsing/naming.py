@@ -12,9 +12,8 @@ from typing import Any
 
 import msgspec
 
-from rollout_io.formats.base import Found, Run
+from rollout_io.formats.base import Found, Run, note_run
 from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.notes import note_run
 from schemas.errors import InputError
 
 _NUMBER = re.compile(r"([0-9]+)")

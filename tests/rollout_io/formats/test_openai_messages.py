@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_io.formats.base import Options
+from rollout_io.formats.base import Options, noted
 from rollout_io.formats.openai_messages import ADAPTER
 from rollout_io.formats.parsing.messages import INACTIVE, MARKED
-from rollout_io.formats.parsing.notes import noted
 from rollout_io.formats.start import Start
 from tests.helpers.adapter_helpers import convert_with, planned, read_all, write_lines
 from tests.helpers.examples import examples
