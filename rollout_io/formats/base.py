@@ -7,7 +7,7 @@ checks, rejected records, files, processes, resuming.
 
 A reader notes what a log lacks or how its text was changed (`note`); the conversion collects the notes of
 each run with `noted`, and the summary adds them up. Outside of `noted`, a note has no effect. Notes whose
-name begins with `UNREAD` count content that a reader does not know (`rollout_io.formats.contents`).
+name begins with `UNREAD` count content that a reader does not know (`grammar`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rollout_io.configuration import Count, out_of_bounds
 from schemas.errors import ConfigError, InputError, RolloutError
 
 if TYPE_CHECKING:
-    from rollout_io.formats.contents import Contents
+    from rollout_io.formats.grammar import Contents
     from rollout_io.formats.start import Start
 
 

@@ -18,11 +18,10 @@ import msgspec
 
 from rollout_io.dataset.opening import open_input, refuse_irregular
 from rollout_io.formats.base import Adapter
-from rollout_io.formats.contents import Coverage
-from rollout_io.formats.damage import damage_in
+from rollout_io.formats.grammar import Coverage
 from rollout_io.formats.own_logs import look
 from rollout_io.formats.parsing.jsonl import read_document, refuse_lfs_pointer
-from rollout_io.formats.refused import REFUSED
+from rollout_io.formats.refused import REFUSED, damage_in
 from rollout_io.formats.start import Start
 from rollout_io.plugins import Plugin, plugins
 from schemas.errors import ConfigError, InputError, RolloutError

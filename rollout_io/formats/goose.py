@@ -23,13 +23,12 @@ from typing import Annotated, Any
 import msgspec
 
 from rollout_io.formats.base import note
-from rollout_io.formats.contents import SELF, Contents
 from rollout_io.formats.contexts import SUMMARIES, Contexts
 from rollout_io.formats.dialects import anthropic
 from rollout_io.formats.engines.containers import columns_in, opened
 from rollout_io.formats.engines.rows import Rows
 from rollout_io.formats.engines.sessions import Line, Names
-from rollout_io.formats.grammar import inner
+from rollout_io.formats.grammar import SELF, Contents, inner
 from rollout_io.formats.parsing.content import NO_JSON, Part, known
 from rollout_io.formats.parsing.jsonl import decode_document
 

@@ -26,11 +26,10 @@ from typing import Annotated, Any
 
 import msgspec
 
-from rollout_io.formats.contents import Contents
 from rollout_io.formats.contexts import Contexts, Said
 from rollout_io.formats.dialects.responses import tools
 from rollout_io.formats.engines.sessions import Line, Names, Sessions
-from rollout_io.formats.grammar import inner
+from rollout_io.formats.grammar import Contents, inner
 from rollout_io.formats.parsing.content import (
     NO_JSON,
     Message,

@@ -23,10 +23,10 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from rollout_io.formats.base import HAS_TEXT, About, Found, Input, Progress, Rejected, Run
-from rollout_io.formats.contents import Contents, account
 from rollout_io.formats.dialects.bodies import prompt_of, value_of
 from rollout_io.formats.engines.records import WHOLE, content_of, elements_of, records_of
 from rollout_io.formats.engines.runs import gathered
+from rollout_io.formats.grammar import Contents, account
 from rollout_io.formats.own_logs import paths_of
 from rollout_io.formats.parsing.content import NO_JSON
 from rollout_io.formats.parsing.jsonl import (

@@ -32,10 +32,9 @@ from rollout_io.formats.base import (
     Step,
     Trajectory,
 )
-from rollout_io.formats.contents import Contents
 from rollout_io.formats.dialects.responses import ITEMS
 from rollout_io.formats.engines.records import Open, Records
-from rollout_io.formats.grammar import inner
+from rollout_io.formats.grammar import Contents, inner
 from rollout_io.formats.nemo_gym_text import Request, read_conversation
 from rollout_io.formats.parsing.content import NO_JSON
 from rollout_io.formats.parsing.jsonl import decode_line

@@ -17,9 +17,9 @@ from typing import Any
 import msgspec
 
 from rollout_io.formats.base import Conversation, Options, Place, Run, Trajectory, note
-from rollout_io.formats.contents import account
 from rollout_io.formats.dialects import responses
 from rollout_io.formats.engines.records import Records, is_object_with
+from rollout_io.formats.grammar import account
 from rollout_io.formats.parsing.content import Message
 from rollout_io.formats.parsing.messages import prompt_key
 

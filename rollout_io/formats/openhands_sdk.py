@@ -24,10 +24,9 @@ import msgspec
 import numpy as np
 
 from rollout_io.formats.base import Step
-from rollout_io.formats.contents import Contents
 from rollout_io.formats.contexts import Contexts, Item
 from rollout_io.formats.engines.sessions import Line, Names, Sessions
-from rollout_io.formats.grammar import inner
+from rollout_io.formats.grammar import Contents, inner
 from rollout_io.formats.parsing.content import (
     Message,
     Part,

@@ -35,8 +35,8 @@ from rollout_io.formats.base import (
     Run,
     Trajectory,
 )
-from rollout_io.formats.contents import Contents, account
 from rollout_io.formats.engines.records import Records, is_object_with
+from rollout_io.formats.grammar import Contents, account
 from rollout_io.formats.parsing.content import filled, known
 from rollout_io.formats.parsing.jsonl import decode_line, read_document
 from rollout_io.formats.parsing.lines import DUPLICATE, logs_below, read_record

@@ -22,8 +22,8 @@ import msgspec
 import numpy as np
 
 from rollout_io.formats.base import Conversation, Options, Place, Run, Step, Trajectory
-from rollout_io.formats.contents import account
 from rollout_io.formats.engines.records import Records
+from rollout_io.formats.grammar import account
 from rollout_io.formats.parsing.bodies import Int32
 from rollout_io.formats.parsing.content import NO_JSON, filled
 from rollout_io.formats.parsing.jsonl import decode_line

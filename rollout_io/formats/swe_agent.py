@@ -20,9 +20,8 @@ from typing import Annotated
 import msgspec
 
 from rollout_io.formats.base import Options, Place, Run, Trajectory
-from rollout_io.formats.contents import Contents
 from rollout_io.formats.engines.records import Records
-from rollout_io.formats.grammar import inner
+from rollout_io.formats.grammar import Contents, inner
 from rollout_io.formats.parsing.content import NO_JSON, Message
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.lines import run_of_file, with_group_rule

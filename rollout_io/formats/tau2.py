@@ -31,9 +31,8 @@ from rollout_io.formats.base import (
     Trajectory,
     note,
 )
-from rollout_io.formats.contents import Contents
 from rollout_io.formats.engines.records import Records, beside
-from rollout_io.formats.grammar import inner
+from rollout_io.formats.grammar import Contents, inner
 from rollout_io.formats.parsing.content import NO_JSON, Message, known, raw_of
 from rollout_io.formats.parsing.jsonl import decode_document, decode_line
 from rollout_io.formats.parsing.lines import read_record

@@ -38,7 +38,6 @@ from rollout_io.formats.base import (
     Trajectory,
     note,
 )
-from rollout_io.formats.contents import Contents
 from rollout_io.formats.dialects import frameworks
 from rollout_io.formats.dialects.bodies import value_of
 from rollout_io.formats.dialects.model_spans import (
@@ -53,6 +52,7 @@ from rollout_io.formats.dialects.model_spans import (
 from rollout_io.formats.dialects.spans import Span, at, form_of, protobuf_records, spans_in
 from rollout_io.formats.engines.records import decoder_of, records_of
 from rollout_io.formats.engines.runs import gathered
+from rollout_io.formats.grammar import Contents
 from rollout_io.formats.parsing.content import Message
 from rollout_io.formats.parsing.jsonl import contained, refuse_lfs_pointer
 from rollout_io.formats.parsing.lines import Record, read_record, with_group_rule

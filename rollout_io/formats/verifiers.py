@@ -34,9 +34,8 @@ from rollout_io.formats.base import (
     Trajectory,
     note,
 )
-from rollout_io.formats.contents import account
 from rollout_io.formats.engines.records import Open, Records
-from rollout_io.formats.grammar import Grammar
+from rollout_io.formats.grammar import Grammar, account
 from rollout_io.formats.parsing.bodies import Int32
 from rollout_io.formats.parsing.content import NO_JSON, filled
 from rollout_io.formats.parsing.jsonl import decode_line

@@ -22,9 +22,8 @@ import numpy.typing as npt
 
 from rollout_io.dataset.opening import Version
 from rollout_io.formats.base import Conversation, Options, Place, Step, Trajectory
-from rollout_io.formats.contents import account
 from rollout_io.formats.engines.records import Open
-from rollout_io.formats.grammar import Grammar
+from rollout_io.formats.grammar import Grammar, account
 from rollout_io.formats.parsing.bodies import Sampling, Usage
 from rollout_io.formats.parsing.content import NO_JSON, Message, filled
 from rollout_io.formats.parsing.jsonl import decode_line, read_document

@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_io.formats.base import Conversation, Step
-from rollout_io.formats.contents import account
 from rollout_io.formats.contexts import Contexts
+from rollout_io.formats.grammar import account
 from rollout_io.formats.parsing.bodies import Sampling, Usage
 from rollout_io.formats.parsing.content import NO_JSON, Message
 from rollout_io.formats.parsing.jsonl import decode_line

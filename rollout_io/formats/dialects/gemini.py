@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 
 from rollout_io.formats.base import note
-from rollout_io.formats.contents import Contents
 from rollout_io.formats.dialects.responses import add_piece
+from rollout_io.formats.grammar import Contents
 from rollout_io.formats.parsing.content import (
     NO_JSON,
     Message,

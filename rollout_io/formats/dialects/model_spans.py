@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rollout_io.formats.base import note
-from rollout_io.formats.contents import Contents, account
 from rollout_io.formats.dialects import frameworks
 from rollout_io.formats.dialects.bodies import (
     answers_of,
@@ -27,6 +26,7 @@ from rollout_io.formats.dialects.bodies import (
     with_calls,
 )
 from rollout_io.formats.dialects.spans import Span, at, listed
+from rollout_io.formats.grammar import Contents, account
 from rollout_io.formats.parsing.content import Message, known
 from rollout_io.formats.parsing.messages import read_messages, text_of
 

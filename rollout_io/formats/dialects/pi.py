@@ -18,9 +18,9 @@ import msgspec
 from msgspec.structs import replace
 
 from rollout_io.formats.base import note
-from rollout_io.formats.contents import Contents
 from rollout_io.formats.dialects import anthropic
 from rollout_io.formats.dialects.responses import tools as openai_tools
+from rollout_io.formats.grammar import Contents
 from rollout_io.formats.parsing.content import (
     NO_JSON,
     Message,

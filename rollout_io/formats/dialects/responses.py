@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from rollout_io.formats.base import note
-from rollout_io.formats.contents import Contents
+from rollout_io.formats.grammar import Contents
 from rollout_io.formats.parsing.content import (
     NO_JSON,
     Content,

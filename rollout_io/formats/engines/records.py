@@ -32,7 +32,6 @@ from rollout_io.formats.base import (
     Run,
     Trajectory,
 )
-from rollout_io.formats.contents import account
 from rollout_io.formats.engines.containers import (
     is_table,
     is_zip,
@@ -41,7 +40,7 @@ from rollout_io.formats.engines.containers import (
     records_in,
     rows_of,
 )
-from rollout_io.formats.grammar import Grammar
+from rollout_io.formats.grammar import Grammar, account
 from rollout_io.formats.parsing.jsonl import (
     contained,
     decode_document,

@@ -37,7 +37,6 @@ from rollout_io.formats.base import (
     Run,
     Trajectory,
 )
-from rollout_io.formats.contents import account
 from rollout_io.formats.contexts import Contexts, Said
 from rollout_io.formats.engines.runs import (
     Base,
@@ -50,7 +49,7 @@ from rollout_io.formats.engines.runs import (
     logical,
     run_of,
 )
-from rollout_io.formats.grammar import Grammar
+from rollout_io.formats.grammar import Grammar, account
 from rollout_io.formats.parsing.jsonl import decode_document, decode_line, refuse_not_utf8
 from rollout_io.formats.parsing.lines import (
     DUPLICATE,

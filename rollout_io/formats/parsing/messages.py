@@ -28,9 +28,9 @@ from typing import Any
 import msgspec
 
 from rollout_io.formats.base import Conversation, Logged, note
-from rollout_io.formats.contents import Contents
 from rollout_io.formats.dialects.anthropic import BLOCKS, messages_of
 from rollout_io.formats.dialects.responses import ITEMS, OUTPUTS, TEXTS, Item, read_item, reply_of
+from rollout_io.formats.grammar import Contents
 from rollout_io.formats.parsing.content import (
     NO_JSON,
     Content,
