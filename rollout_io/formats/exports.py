@@ -12,7 +12,8 @@ from rollout_io.plugins import plugins
 from schemas.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
-    from rollout_io.formats.exporting import Exported, Failed, PathLike
+    from rollout_io.dataset.storage import PathLike
+    from rollout_io.formats.exporting import Exported, Failed
 
 AT_LEAST = ">=X"
 """The choice of the samples whose return is at least X."""

@@ -19,12 +19,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rollout_io.dataset.blobs import Blobs, carry, names_in
+from rollout_io.dataset.storage import PathLike
 from rollout_io.dataset.writer import SHARD_BYTES
 from rollout_io.formats.exporting import (
     Exported,
     Failed,
     ParquetFile,
-    PathLike,
     declared_tables,
     new_export,
     without_maps,

@@ -27,7 +27,6 @@ from rollout_io.formats.dialects.bodies import prompt_of, value_of
 from rollout_io.formats.engines.records import WHOLE, content_of, elements_of, records_of
 from rollout_io.formats.engines.runs import gathered
 from rollout_io.formats.grammar import Contents, account
-from rollout_io.formats.own_logs import paths_of
 from rollout_io.formats.parsing.content import NO_JSON
 from rollout_io.formats.parsing.jsonl import (
     contained,
@@ -41,6 +40,7 @@ from rollout_io.formats.parsing.lines import Record
 from rollout_io.formats.parsing.messages import prompt_key
 from rollout_io.formats.parsing.naming import full_name, label, natural_key
 from rollout_io.formats.parsing.sampling import ModelNames
+from rollout_io.formats.unrecognized import paths_of
 from schemas.errors import ConfigError, InputError, RolloutError
 from schemas.excerpts import cleaned
 

@@ -13,7 +13,8 @@ import pyarrow as pa
 
 from rollout_io.dataset.rewriting import rewrite
 from rollout_io.dataset.sources import Sources
-from rollout_io.formats.exporting import Exported, Failed, PathLike, refuse_taken
+from rollout_io.dataset.storage import PathLike
+from rollout_io.formats.exporting import Exported, Failed, refuse_taken
 
 
 def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exported:

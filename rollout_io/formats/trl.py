@@ -30,6 +30,7 @@ from typing import Annotated, Any
 import pyarrow as pa
 
 from rollout_io.dataset.opening import Version
+from rollout_io.dataset.storage import PathLike
 from rollout_io.formats.base import (
     About,
     Completion,
@@ -48,7 +49,7 @@ from rollout_io.formats.exporting import (
     Failures,
     Groups,
     ParquetFile,
-    PathLike,
+    PictureBytes,
     Uniform,
     declared_tables,
     new_export,
@@ -59,7 +60,6 @@ from rollout_io.formats.grammar import inner
 from rollout_io.formats.parsing.content import Message, raw_of
 from rollout_io.formats.parsing.messages import MESSAGE, prompt_key, read_messages
 from rollout_io.formats.parsing.naming import numbers
-from rollout_io.formats.picture_bytes import PictureBytes
 from schemas.errors import InputError
 
 _REQUIRED = frozenset({"step", "prompt", "completion"})

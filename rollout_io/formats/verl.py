@@ -37,6 +37,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rollout_io.dataset.storage import PathLike
 from rollout_io.formats.base import (
     About,
     Completion,
@@ -53,7 +54,7 @@ from rollout_io.formats.exporting import (
     Failed,
     Failures,
     ParquetFile,
-    PathLike,
+    PictureBytes,
     Uniform,
     declared_tables,
     new_export,
@@ -63,7 +64,6 @@ from rollout_io.formats.exporting import (
 from rollout_io.formats.parsing.content import NO_JSON, filled
 from rollout_io.formats.parsing.messages import prompt_key
 from rollout_io.formats.parsing.naming import label, numbers, with_files_apart
-from rollout_io.formats.picture_bytes import PictureBytes
 from schemas.columns import PICTURES
 from schemas.ragged import Ragged, list_lengths, offsets_of, ranges
 

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rollout_io.formats.picture_bytes import with_parts
+from rollout_io.formats.exporting import with_parts
 from schemas.columns import PICTURES, PICTURES_TYPE
 from schemas.ragged import relisted
 
