@@ -235,7 +235,7 @@ def _with_sampling(source: _Source) -> pl.LazyFrame:
     import polars as pl
 
     from rollout_io.dataset.reader import read_metadata
-    from rollout_io.formats.parsing.sampling import sampling_extra_of
+    from rollout_io.formats.parsing.bodies import sampling_extra_of
 
     if "sampling_extra" in source.frame.collect_schema():
         return source.frame

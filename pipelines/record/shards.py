@@ -37,8 +37,7 @@ from rollout_io.dataset.writer import RolloutWriter
 from rollout_io.formats.base import Options, Rejected, Run
 from rollout_io.formats.calls import ADAPTER
 from rollout_io.formats.parsing.lines import INCOMPLETE, close_files, read_record
-from rollout_io.formats.parsing.naming import split_session
-from rollout_io.formats.parsing.sampling import ModelNames
+from rollout_io.formats.parsing.naming import ModelNames, split_session
 from schemas.columns import metrics_dict
 from schemas.errors import InputError, RolloutError
 from schemas.excerpts import cleaning

@@ -18,7 +18,7 @@ from rollout_io.conversion.text import Retokenizer, retokenizer_of
 from rollout_io.dataset.opening import digest_of
 from rollout_io.formats.base import HAS_TEXT, Input, Options
 from rollout_io.formats.mapped import check_paths
-from rollout_io.formats.parsing.sampling import MODELS
+from rollout_io.formats.parsing.naming import MODELS
 from rollout_io.retokenize.local import find_tokenizer, tokenizer_directory
 from schemas.errors import ConfigError
 

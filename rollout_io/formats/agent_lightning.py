@@ -47,8 +47,7 @@ from rollout_io.formats.parsing.lines import (
     read_record,
     refuse_repeated,
 )
-from rollout_io.formats.parsing.naming import label
-from rollout_io.formats.parsing.sampling import ModelNames
+from rollout_io.formats.parsing.naming import ModelNames, label
 from rollout_io.formats.parsing.tokens import (
     logprob_array,
     num_ids,

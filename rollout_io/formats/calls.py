@@ -52,6 +52,7 @@ from rollout_io.formats.parsing.lines import lines_of, named_in, read_record, wi
 from rollout_io.formats.parsing.model_calls import EMPTY, Call, conversations_of
 from rollout_io.formats.parsing.naming import (
     TASK_LABELS,
+    ModelNames,
     is_name,
     label,
     natural_key,
@@ -60,7 +61,6 @@ from rollout_io.formats.parsing.naming import (
     split_session,
     unread_labels,
 )
-from rollout_io.formats.parsing.sampling import ModelNames
 from rollout_io.formats.parsing.tokens import num_ids
 from rollout_io.formats.start import Start
 from schemas.errors import InputError, InvariantError, RolloutError

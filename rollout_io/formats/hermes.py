@@ -26,10 +26,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from rollout_io.formats.base import Options, Place, Run, Trajectory, note
-from rollout_io.formats.contexts import SUMMARIES, Contexts
-from rollout_io.formats.engines.records import Records, is_object_with, joined
-from rollout_io.formats.grammar import inner
-from rollout_io.formats.openai_messages import (
+from rollout_io.formats.chats import (
     Line,
     metrics_of,
     run_of,
@@ -37,6 +34,9 @@ from rollout_io.formats.openai_messages import (
     trajectory_of,
     with_groups,
 )
+from rollout_io.formats.contexts import SUMMARIES, Contexts
+from rollout_io.formats.engines.records import Records, is_object_with, joined
+from rollout_io.formats.grammar import inner
 from rollout_io.formats.parsing.content import NO_JSON, Message
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.lines import read_record

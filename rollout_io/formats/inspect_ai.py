@@ -26,12 +26,11 @@ from rollout_io.formats.base import About, Found, Input, Options, Place, Run, Tr
 from rollout_io.formats.engines.containers import is_zip, members_of, read_member
 from rollout_io.formats.engines.records import Records
 from rollout_io.formats.grammar import Grammar, account
-from rollout_io.formats.parsing.bodies import Sampling
+from rollout_io.formats.parsing.bodies import Sampling, sampling_extra
 from rollout_io.formats.parsing.content import NO_JSON, Message, filled, known
 from rollout_io.formats.parsing.jsonl import decode_document, decode_line, refuse_lfs_pointer
 from rollout_io.formats.parsing.messages import MESSAGE, read_message
 from rollout_io.formats.parsing.model_calls import Call, steps_of
-from rollout_io.formats.parsing.sampling import sampling_extra
 from rollout_io.formats.parsing.tokens import INT32_MAX
 from rollout_io.formats.start import Start
 from schemas.errors import InputError, RolloutError

@@ -38,8 +38,7 @@ from rollout_io.formats.parsing.jsonl import (
 )
 from rollout_io.formats.parsing.lines import Record
 from rollout_io.formats.parsing.messages import prompt_key
-from rollout_io.formats.parsing.naming import full_name, label, natural_key
-from rollout_io.formats.parsing.sampling import ModelNames
+from rollout_io.formats.parsing.naming import ModelNames, full_name, label, natural_key
 from rollout_io.formats.unrecognized import paths_of
 from schemas.errors import ConfigError, InputError, RolloutError
 from schemas.excerpts import cleaned

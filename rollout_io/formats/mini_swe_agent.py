@@ -20,13 +20,12 @@ import msgspec
 from rollout_io.formats.base import Options, Place, Run, Trajectory, note
 from rollout_io.formats.engines.records import Records
 from rollout_io.formats.grammar import inner
-from rollout_io.formats.parsing.bodies import Sampling
+from rollout_io.formats.parsing.bodies import Sampling, sampling_extra
 from rollout_io.formats.parsing.content import NO_JSON, Message
 from rollout_io.formats.parsing.jsonl import decode_document
 from rollout_io.formats.parsing.lines import run_of_file, with_group_rule
 from rollout_io.formats.parsing.messages import MESSAGE, read_message
 from rollout_io.formats.parsing.model_calls import Call, steps_of
-from rollout_io.formats.parsing.sampling import sampling_extra
 from rollout_io.formats.start import like
 
 _SUFFIXES = (".traj.json", ".json", ".traj")

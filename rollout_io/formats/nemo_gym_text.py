@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from rollout_io.formats.base import Conversation, note
-from rollout_io.formats.parsing.bodies import Share
+from rollout_io.formats.parsing.bodies import SamplingFields, Share
 from rollout_io.formats.parsing.content import (
     NO_JSON,
     Content,
@@ -43,7 +43,6 @@ from rollout_io.formats.parsing.content import (
 )
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.responses import Response
-from rollout_io.formats.parsing.sampling import SamplingFields
 from schemas.errors import InputError
 
 _T = TypeVar("_T")

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from rollout_io.formats.parsing.sampling import sampling_extra
+from rollout_io.formats.parsing.bodies import sampling_extra
 from rollout_io.hooks.appender import RolloutAppender
 from schemas.metadata import DatasetMetadata
 

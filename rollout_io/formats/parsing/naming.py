@@ -1,6 +1,6 @@
 """Names of runs: splitting session names, natural order, distinct names for files.
 
-`label` and `numbers` read names and numbers in the fields of a record.
+`label` and `numbers` read names and numbers in the fields of a record, `ModelNames` the models of a log.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from rollout_io.formats.base import Found, Run, note_run
+from rollout_io.formats.base import About, Found, Run, note_run
 from rollout_io.formats.parsing.jsonl import decode_line
 from schemas.errors import InputError
 
@@ -185,3 +185,52 @@ def label(raw: msgspec.Raw | None, where: str) -> str | None:
         return decode_line(_LABEL_DECODER, text, where) or None
     digits = text.removeprefix(b"-")
     return text.decode() if digits.isdigit() and len(digits) <= _MOST_DIGITS else None
+
+
+MODELS = "models"
+_MODEL_KEY = b'"model"'
+_MODEL_VALUE = re.compile(rb'\s*:\s*("(?:[^"\\\x00-\x1f]|\\.)*")')
+
+
+class ModelNames:
+    """Collector of the first `model` value of each record.
+
+    Example:
+        >>> names = ModelNames()
+        >>> names.see(b'{"request": {"model": "smollm2"}}')
+        >>> [found.value for found in names.about()]
+        [['smollm2']]
+    """
+
+    def __init__(self) -> None:
+        self._found: set[bytes] = set()
+        self._last = b"\n"
+
+    def see(self, record: bytes) -> None:
+        """Search a record for a model name, without parsing it, for speed."""
+        at = record.find(_MODEL_KEY)
+        if record.startswith(self._last, at):  # the same as in the previous record
+            return
+        while at >= 0:
+            value = _MODEL_VALUE.match(record, at + len(_MODEL_KEY))
+            if value is not None:
+                self._found.add(value[1])
+                self._last = record[at : value.end()]
+                return
+            at = record.find(_MODEL_KEY, at + len(_MODEL_KEY))
+
+    def names(self) -> list[str]:
+        """Return all names, sorted."""
+        distinct = set()
+        for text in self._found:
+            try:
+                distinct.add(_LABEL_DECODER.decode(text))
+            except (msgspec.MsgspecError, UnicodeDecodeError):
+                continue  # the record itself is rejected elsewhere
+        return sorted(name for name in distinct if name)
+
+    def about(self) -> Iterator[About]:
+        """Yield the names as a fact about the log, for `Adapter.find`."""
+        names = self.names()
+        if names:
+            yield About(MODELS, names)
