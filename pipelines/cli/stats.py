@@ -104,7 +104,7 @@ def stats(
     from pipelines.cli.stats_screen import screen
     from pipelines.statistics.findings import finding_numbers
     from rollout_io.conversion.logged_notes import conversion_notes
-    from rollout_io.dataset.first_prompts import mixed_text
+    from rollout_io.dataset.checking import mixed_text
 
     emit_styled(screen(_overview(dataset, outcome, shape, chosen)))
     for line in suspected(_suspicions(dataset, outcome)):

@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 
 from pipelines.record.engine_responses import decoded
 from pipelines.record.settings import RecordSettings
-from rollout_io.dataset.atomic_files import sync
+from rollout_io.dataset.local_files import sync
 from rollout_io.dataset.reader import iter_tables, read_metadata
 from rollout_io.dataset.writer import RolloutWriter
 from rollout_io.formats.base import Step

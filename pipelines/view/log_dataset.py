@@ -53,8 +53,7 @@ from rollout_io.conversion.browsing import (
     settings_of,
 )
 from rollout_io.conversion.opened_logs import AUTO
-from rollout_io.conversion.text import NO_TOKENS, Retokenizer
-from rollout_io.conversion.untokenized import Untokenized
+from rollout_io.conversion.text import NO_TOKENS, Retokenizer, Untokenized
 from rollout_io.dataset.blobs import Blobs
 from rollout_io.dataset.storage import Location
 from rollout_io.dataset.trajectory_conditions import COMPUTED

@@ -291,7 +291,7 @@ def _report(
     done: Conversion, out: str, elapsed_s: float, num_bytes: int, tokenizer: str | None
 ) -> None:
     from rollout_io.conversion.staging import rejected_path
-    from rollout_io.dataset.first_prompts import mixed_text
+    from rollout_io.dataset.checking import mixed_text
     from rollout_io.formats.detect import find_adapter
     from rollout_io.formats.parsing.naming import MODELS
 

@@ -35,8 +35,7 @@ def validate(
     """
     import polars as pl
 
-    from rollout_io.dataset.checking import check
-    from rollout_io.dataset.first_prompts import mixed_text
+    from rollout_io.dataset.checking import check, mixed_text
     from rollout_io.dataset.reader import shard_sizes
 
     chosen = workers_of(workers, engine, dataset)

@@ -34,8 +34,7 @@ from rollout_io.conversion.inputs import odd_name
 from rollout_io.conversion.opened_logs import AUTO, Opened, open_log
 from rollout_io.conversion.plan import plan_logs
 from rollout_io.conversion.rows import Settled
-from rollout_io.conversion.text import Retokenizer
-from rollout_io.conversion.untokenized import Untokenized
+from rollout_io.conversion.text import Retokenizer, Untokenized
 from rollout_io.dataset.blobs import PREFIX, Blobs
 from rollout_io.formats.base import Adapter, Options, Place, Rejected, Run, Step
 from rollout_io.formats.detect import Tell

@@ -30,8 +30,13 @@ from rollout_io.conversion.rows import Settled, table_of
 from rollout_io.conversion.slips import check_slips, note_lacks
 from rollout_io.conversion.staging import emptied
 from rollout_io.conversion.summary import Record, Summary, footer_of, refuse_unread
-from rollout_io.conversion.text import Retokenizer, check_decoded, is_of_tokenizer, with_tokens
-from rollout_io.conversion.untokenized import Untokenized
+from rollout_io.conversion.text import (
+    Retokenizer,
+    Untokenized,
+    check_decoded,
+    is_of_tokenizer,
+    with_tokens,
+)
 from rollout_io.dataset.footer import Part
 from rollout_io.dataset.writer import RolloutWriter
 from rollout_io.formats.base import Adapter, Input, Options, Rejected, Run, Trajectory, noted

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from rollout_io.dataset.atomic_files import sync, writable
+from rollout_io.dataset.local_files import sync, writable
 from rollout_io.dataset.media_types import extension_of
 from rollout_io.dataset.storage import Location, PathLike, Paths, find_shards, move, temporary
 from schemas.columns import PICTURES

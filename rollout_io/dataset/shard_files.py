@@ -16,8 +16,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rollout_io.dataset.footer import Place, refuse_incomplete, verify
-from rollout_io.dataset.id_filters import row_groups_with
+from rollout_io.dataset.footer import Place, refuse_incomplete, row_groups_with, verify
 from rollout_io.dataset.opening import refuse_irregular, too_many_open_files
 from rollout_io.dataset.partitions import partition_fields, partition_values, with_partition
 from rollout_io.dataset.prefix_layout import decode_prefixes
@@ -99,7 +98,7 @@ class Shard:
         """Yield row groups in their stored layout, upgraded to the current schema version.
 
         Row groups in which no row satisfies `predicate` are skipped. If it limits the ids, most are
-        skipped without being read (`rollout_io.dataset.id_filters`). List and string columns have
+        skipped without being read (`rollout_io.dataset.footer`). List and string columns have
         plain types, even if the file has large or view types.
 
         Raises:

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollout_io.dataset.atomic_files import settle, settle_new
-from rollout_io.dataset.local_files import LocalFiles, local_path
+from rollout_io.dataset.local_files import LocalFiles, local_path, settle, settle_new
 from rollout_io.dataset.opening import missing_hint
 from rollout_io.dataset.remote_files import RemoteFiles
 from schemas.errors import InputError, InvariantError, count

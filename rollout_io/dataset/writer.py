@@ -12,10 +12,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rollout_io.dataset.atomic_files import writable
 from rollout_io.dataset.blobs import Blobs, carry, names_in
-from rollout_io.dataset.footer import Part, Place, Places, seal
-from rollout_io.dataset.id_filters import IdFilters
+from rollout_io.dataset.footer import IdFilters, Part, Place, Places, seal
+from rollout_io.dataset.local_files import writable
 from rollout_io.dataset.locking import Destination, mark_alive, remove_leftovers
 from rollout_io.dataset.prefix_layout import encode_prefixes, trajectory_starts
 from rollout_io.dataset.storage import (

@@ -26,9 +26,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from rollout_io.dataset.atomic_files import whole, writable
 from rollout_io.dataset.blobs import RULE, SUFFIX, stores_of
 from rollout_io.dataset.footer import seal
+from rollout_io.dataset.local_files import whole, writable
 from rollout_io.dataset.locking import destination
 from rollout_io.dataset.media_types import MEDIA_TYPES, extension_of
 from rollout_io.dataset.sources import refuse_changed

@@ -5,7 +5,7 @@ NeMo Gym writes JSONL, one run per line:
     {"responses_create_params": {"input": [...]}, "reward": 1.0, "_ng_task_index": 0,
      "_ng_rollout_index": 3, "response": {"output": [item, ...], "usage": {...}}, ...}
 
-`response` is a Responses object whose output has all calls of the run (see `parsing.responses`).
+`response` is a Responses object whose output has all calls of the run (see `parsing.model_calls`).
 If no call has token ids, the run is read as text (see `nemo_gym_text`). A bare Responses object, or
 an object with one as its `input`, is accepted too: it is a run without a reward and, since it has
 no task, forms a separate group. A file may also contain a single run as a pretty-printed JSON
@@ -55,8 +55,13 @@ from rollout_io.formats.parsing.bodies import sampling_extra
 from rollout_io.formats.parsing.content import NO_JSON
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.lines import read_record
+from rollout_io.formats.parsing.model_calls import (
+    NO_TOKENS,
+    ResponsesObject,
+    items_hold_tokens,
+    read_steps,
+)
 from rollout_io.formats.parsing.naming import ModelNames, natural_key, numbers
-from rollout_io.formats.parsing.responses import NO_TOKENS, Response, holds_tokens, read_steps
 from rollout_io.formats.parsing.tokens import INT32_MAX, logprob_array, token_ids
 from rollout_io.formats.start import Start, like
 from schemas.errors import InputError
@@ -103,13 +108,13 @@ class _Logged(NamedTuple):
 
     run: Rollout
     request: Request
-    response: Response
+    response: ResponsesObject
     prefix: str
 
 
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _REQUEST_DECODER = msgspec.json.Decoder(Request | None)
-_RESPONSE_DECODER = msgspec.json.Decoder(Response)
+_RESPONSE_DECODER = msgspec.json.Decoder(ResponsesObject)
 _NUMBERS_DECODER = msgspec.json.Decoder(dict[str, float | bool])
 
 
@@ -205,7 +210,7 @@ def _is_text(logged: _Logged) -> bool:
     if logged.request.input is None or logged.response.error is not None:
         return False
     try:
-        return not holds_tokens(logged.response.output)
+        return not items_hold_tokens(logged.response.output)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return False  # reported when the run is read
 
@@ -247,7 +252,7 @@ def _steps(logged: _Logged, where: str, *, failed: bool) -> Sequence[Step | Conv
     try:
         return read_steps(response, _sent(request), logged.prefix, failed=failed)
     except InputError as error:
-        if error.rule != NO_TOKENS or request.input is None or holds_tokens(response.output):
+        if error.rule != NO_TOKENS or request.input is None or items_hold_tokens(response.output):
             raise
         return [replace(read_conversation(request, response, where), tokenless=error)]
 

@@ -42,7 +42,7 @@ from rollout_io.formats.parsing.content import (
     tool_call,
 )
 from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.responses import Response
+from rollout_io.formats.parsing.model_calls import ResponsesObject
 from schemas.errors import InputError
 
 _T = TypeVar("_T")
@@ -91,7 +91,7 @@ _INSTRUCTIONS_DECODER = msgspec.json.Decoder(str | list[msgspec.Raw] | None)
 _TOOLS_DECODER = msgspec.json.Decoder(list[dict[str, Any]] | None)
 
 
-def read_conversation(request: Request, response: Response, where: str) -> Conversation:
+def read_conversation(request: Request, response: ResponsesObject, where: str) -> Conversation:
     """Return the chat of a run.
 
     Instructions and tools are taken from the request or, if it has none, from the response.
@@ -132,7 +132,7 @@ def read_conversation(request: Request, response: Response, where: str) -> Conve
     )
 
 
-def _statement(request: Request, response: Response, where: str) -> str | tuple[()]:
+def _statement(request: Request, response: ResponsesObject, where: str) -> str | tuple[()]:
     """Return what stands for an empty input; nothing if the output begins with the prompt.
 
     Agents that run a harness of their own in a sandbox send no input, and log only the answers.

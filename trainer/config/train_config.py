@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from rollout_io.configuration import check_required, load_record, read_values
-from rollout_io.dataset.atomic_files import replace_text
+from rollout_io.dataset.local_files import replace_text
 from trainer.checks import check_settings
 from trainer.config.functions import ADVANTAGE_ESTIMATOR, KINDS, Function, bind, own_parameters
 from trainer.config.learning_rate import Method, usual_learning_rate

@@ -11,7 +11,7 @@ import rollout_io
 from rollout_io import convert
 from rollout_io.cli.main import run
 from rollout_io.conversion.chunk import Reader, Settings
-from rollout_io.conversion.settings import Keywords
+from rollout_io.conversion.plan import Keywords
 from rollout_io.formats.base import Input, Options, Place
 from rollout_io.formats.calls import ADAPTER, read_session
 from rollout_io.formats.parsing import lines

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import rollout_io
 from rollout_io import read_log
-from rollout_io.conversion.settings import Keywords
+from rollout_io.conversion.plan import Keywords
 from rollout_io.formats.parsing.naming import natural_key
 from schemas import check
 from schemas.columns import metrics_dict

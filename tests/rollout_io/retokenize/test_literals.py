@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rollout_io import convert, read
-from rollout_io.conversion.settings import Keywords
+from rollout_io.conversion.plan import Keywords
 from rollout_io.conversion.text import LITERALS
 from rollout_io.retokenize import encode_messages, encode_response, load_tokenizer, retokenize
 from rollout_io.retokenize.chat_template import template_path
