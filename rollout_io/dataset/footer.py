@@ -21,12 +21,11 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -34,6 +33,9 @@ from schemas.errors import InputError
 from schemas.metadata import DIGEST, ID_FILTERS, PLACE, is_ours
 from schemas.numpy_arrays import empty_table
 from schemas.ragged import BoolArray, IntArray, list_lengths, offsets_of
+
+if TYPE_CHECKING:
+    import polars as pl
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -348,6 +350,8 @@ def required_ids(predicate: pl.Expr, name: str) -> set[str] | None:
     if predicate.meta.eq(left | right):
         either = [required_ids(part, name) for part in inputs]
         return None if None in either else set().union(*(ids for ids in either if ids))
+    import polars as pl
+
     column = pl.col(name)
     if predicate.meta.eq(column == right):
         return _strings(right)
@@ -360,6 +364,8 @@ def required_ids(predicate: pl.Expr, name: str) -> set[str] | None:
 
 def _strings(literal: pl.Expr) -> set[str] | None:
     """Return the strings of a literal, or of a literal list of strings."""
+    import polars as pl
+
     if literal.meta.root_names():
         return None
     values = pl.select(literal).to_series()
