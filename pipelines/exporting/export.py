@@ -26,8 +26,8 @@ from pipelines.merging.merge import merge_table
 from pipelines.rewards import trajectory_returns
 from rollout_io.dataset.checking import checked_tables
 from rollout_io.dataset.reader import iter_tables, scan
-from rollout_io.dataset.returns import dataset_outcome
 from rollout_io.dataset.storage import PathLike
+from rollout_io.dataset.trajectory_facts import dataset_outcome
 from rollout_io.formats.exporting import (
     IMAGES,
     Exported,

@@ -29,7 +29,7 @@ from rollout_io.conversion.rewards import Key, Outcome
 from rollout_io.conversion.rows import Settled
 from rollout_io.conversion.staging import rejected_path
 from rollout_io.dataset.blobs import Blobs
-from rollout_io.dataset.local_files import writable
+from rollout_io.dataset.filesystems import writable
 from rollout_io.dataset.locking import Destination, remove_leftovers
 from rollout_io.dataset.reader import footers, scan
 from rollout_io.dataset.storage import Location

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rollout_io.cli.datasets import num_converters, workers_options
 from rollout_io.cli.formats import note_failures
+from rollout_io.cli.options import num_converters, workers_options
 from rollout_io.cli.output import (
     emit_json,
     example,

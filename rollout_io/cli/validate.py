@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rollout_io.cli.datasets import can_audit, dataset_argument, workers_of, workers_options
+from rollout_io.cli.options import can_audit, dataset_argument, workers_of, workers_options
 from rollout_io.cli.output import emit, emit_json, example, next_command, note
 from schemas.errors import count
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from rollout_io.conversion.remote import WEB, copy_directory, is_url, reachable, shown, url_of
-from rollout_io.dataset.local_files import writable
+from rollout_io.dataset.filesystems import writable
 from rollout_io.dataset.opening import Version, digest_of, open_input, standard_input
 from rollout_io.dataset.storage import Location
 from rollout_io.formats.base import Input

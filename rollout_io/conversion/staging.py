@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollout_io.dataset.blobs import Blobs, names_in_files, stores_of
+from rollout_io.dataset.filesystems import writable
 from rollout_io.dataset.footer import Part, Place
-from rollout_io.dataset.local_files import writable
 from rollout_io.dataset.locking import destination
 from rollout_io.dataset.reader import footers
 from rollout_io.dataset.storage import STAGING, Location, move, occupied, publish, shard_name

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import BaseFileLock, FileLock, Timeout
 
-from rollout_io.dataset.local_files import whole, writable
+from rollout_io.dataset.filesystems import whole, writable
 from rollout_io.dataset.storage import Location
 from schemas.errors import InputError
 

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollout_io.dataset.local_files import LocalFiles, local_path, settle, settle_new
+from rollout_io.dataset.filesystems import LocalFiles, RemoteFiles, local_path, settle, settle_new
 from rollout_io.dataset.opening import missing_hint
-from rollout_io.dataset.remote_files import RemoteFiles
 from schemas.errors import InputError, InvariantError, count
 
 PathLike = str | os.PathLike[str]

@@ -25,7 +25,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rollout_io.dataset.local_files import whole
+from rollout_io.dataset.filesystems import whole
 from rollout_io.dataset.opening import open_input
 from rollout_io.dataset.reader import scan
 from schemas.errors import ConfigError, InputError, count

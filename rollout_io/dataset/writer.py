@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rollout_io.dataset.blobs import Blobs, carry, names_in
+from rollout_io.dataset.filesystems import writable
 from rollout_io.dataset.footer import IdFilters, Part, Place, Places, seal
-from rollout_io.dataset.local_files import writable
 from rollout_io.dataset.locking import Destination, mark_alive, remove_leftovers
 from rollout_io.dataset.prefix_layout import encode_prefixes, trajectory_starts
 from rollout_io.dataset.storage import (

@@ -26,11 +26,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from rollout_io.dataset.blobs import RULE, SUFFIX, stores_of
+from rollout_io.dataset.blobs import MEDIA_TYPES, RULE, SUFFIX, extension_of, stores_of
+from rollout_io.dataset.filesystems import whole, writable
 from rollout_io.dataset.footer import seal
-from rollout_io.dataset.local_files import whole, writable
 from rollout_io.dataset.locking import destination
-from rollout_io.dataset.media_types import MEDIA_TYPES, extension_of
 from rollout_io.dataset.sources import refuse_changed
 from rollout_io.dataset.storage import PathLike, refuse_inside
 from schemas.columns import PICTURES
