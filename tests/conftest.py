@@ -231,7 +231,7 @@ def mortal_server(vllm_server):
 @pytest.fixture(scope="session")
 def template_server(start_vllm, small_smollm2):
     """A real server of the small SmolLM2 with a chat template of ours, which gives processed log-probabilities."""
-    from rollout_io.retokenize.messages import KEEPS_ALL
+    from rollout_io.retokenize.chat_template import KEEPS_ALL
 
     command = [sys.executable, "-m", "rollout_io", "formats", "--templates", KEEPS_ALL]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -24,9 +24,8 @@ from pipelines.record.redaction import (
 from pipelines.record.sessions import Session, trajectory_id
 from rollout_io.conversion import rejections
 from rollout_io.conversion.chunk import Reader, Settings, sound, tabulated
-from rollout_io.conversion.pictures import stored_in
 from rollout_io.conversion.rewards import Key, Outcome
-from rollout_io.conversion.rows import Settled
+from rollout_io.conversion.rows import Settled, stored_in
 from rollout_io.conversion.staging import rejected_path
 from rollout_io.dataset.blobs import Blobs
 from rollout_io.dataset.filesystems import writable

@@ -190,7 +190,7 @@ def _why(matches: Sequence[Match]) -> str:
 
 
 def _list_templates(names: tuple[str, ...], *, as_json: bool) -> None:
-    from rollout_io.retokenize.messages import TEMPLATES, template_path
+    from rollout_io.retokenize.chat_template import TEMPLATES, template_path
 
     paths = {name: str(template_path(name)) for name in names or TEMPLATES}
     width = max(map(len, TEMPLATES))

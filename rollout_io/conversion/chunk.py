@@ -22,11 +22,10 @@ import pyarrow.compute as pc
 
 from rollout_io.conversion import rejections
 from rollout_io.conversion.joining import Recorded
-from rollout_io.conversion.pictures import stored_in
 from rollout_io.conversion.rejections import of_run, pointed
 from rollout_io.conversion.remote import named_rejection, named_table
 from rollout_io.conversion.rewards import Key, Outcome, settle
-from rollout_io.conversion.rows import Settled, table_of
+from rollout_io.conversion.rows import Settled, stored_in, table_of
 from rollout_io.conversion.slips import check_slips, note_lacks
 from rollout_io.conversion.staging import emptied
 from rollout_io.conversion.summary import Record, Summary, footer_of, refuse_unread

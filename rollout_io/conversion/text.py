@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from rollout_io.conversion.joining import Recorded
-from rollout_io.conversion.pictures import entries_of, expansions_of, with_pictures
+from rollout_io.conversion.rows import entries_of, expansions_of, with_pictures
 from rollout_io.dataset.opening import Version
 from rollout_io.formats.base import Completion, Conversation, Logged, Step, Trajectory, note
 from rollout_io.formats.parsing.media import restored

@@ -42,7 +42,7 @@ class Location:
     """A path on a filesystem.
 
     Attributes:
-        root: Directory of the dataset if it is partitioned (`rollout_io.dataset.partitions`);
+        root: Directory of the dataset if it is partitioned (`rollout_io.dataset.shard_files`);
             otherwise None.
     """
 

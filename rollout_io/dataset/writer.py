@@ -78,7 +78,7 @@ class RolloutWriter:
 
     Raises:
         InputError: `out_is_free`: the path already contains a dataset, and `append` is false or the
-            dataset is partitioned (`rollout_io.dataset.partitions`); or `append` is false and another
+            dataset is partitioned (`rollout_io.dataset.shard_files`); or `append` is false and another
             process is writing to the path.
         ValidationError: From `write` or `close`; everything written is removed.
 

@@ -19,8 +19,8 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from rollout_io.retokenize.chat_template import normalize
 from rollout_io.retokenize.literals import as_text
-from rollout_io.retokenize.messages import normalize
 from rollout_io.retokenize.tokenizer import ChatTokenizer, Message, Tools
 from schemas.errors import InputError
 
@@ -81,7 +81,7 @@ def encode_messages(
     Source: https://jybsuper.github.io/posts/multiturn_tokenization/
 
     Args:
-        messages: OpenAI-style messages (`rollout_io.retokenize.messages.normalize`).
+        messages: OpenAI-style messages (`rollout_io.retokenize.chat_template.normalize`).
         tokenizer: From `load_tokenizer`.
         tools: Tool schemas for the template.
         where: Name of the conversation, for error messages.

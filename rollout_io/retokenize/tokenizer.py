@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from rollout_io.dataset.opening import refuse_irregular
+from rollout_io.retokenize.chat_template import find_template
 from rollout_io.retokenize.local import tokenizer_directory, vocabulary_fingerprint
-from rollout_io.retokenize.messages import find_template
 from rollout_io.retokenize.processor import PictureProcessor, load_processor
 from rollout_io.startup import importing_transformers
 from schemas.errors import InputError, RolloutError

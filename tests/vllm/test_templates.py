@@ -11,7 +11,7 @@ import pytest
 from pipelines.generation import Sampling
 from pipelines.generation.engines.server_process import VllmServer
 from pipelines.generation.engines.vllm import VllmEngine
-from rollout_io.retokenize.messages import KEEPS_ALL, find_template
+from rollout_io.retokenize.chat_template import KEEPS_ALL, find_template
 from rollout_io.retokenize.tokenizer import ChatTokenizer, load_tokenizer
 from tests.helpers.chat_helpers import ANSWERED, CONVERSATIONS, prompt_ids
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import polars as pl
 
+from rollout_io.retokenize.chat_template import TEMPLATES, find_template
 from rollout_io.retokenize.local import has_tokenizer
-from rollout_io.retokenize.messages import TEMPLATES, find_template
 from rollout_io.retokenize.tokenizer import load_tokenizer, template_fingerprint
 from schemas.errors import InputError
 from schemas.metadata import DatasetMetadata

@@ -7,7 +7,7 @@ import pytest
 from rollout_io import read_metadata
 from rollout_io.cli.main import run
 from rollout_io.retokenize import load_tokenizer, retokenize
-from rollout_io.retokenize.messages import TEMPLATES
+from rollout_io.retokenize.chat_template import TEMPLATES
 from schemas.errors import RolloutError
 
 pytestmark = pytest.mark.model

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import rollout_io
 from rollout_io.conversion.text import Retokenizer
 from rollout_io.formats.detect import load_formats, recognize
-from rollout_io.retokenize.messages import TEMPLATES
+from rollout_io.retokenize.chat_template import TEMPLATES
 from schemas.errors import RolloutError
 from tests.helpers.conversation_writers import (
     EXACT_FORMATS,

@@ -14,7 +14,7 @@ from rollout_io.retokenize import (
     load_tokenizer,
     retokenize,
 )
-from rollout_io.retokenize.messages import find_template
+from rollout_io.retokenize.chat_template import find_template
 from schemas.errors import RolloutError
 from tests.helpers.examples import examples
 from tests.helpers.qwen import chat_template_of, save_qwen3

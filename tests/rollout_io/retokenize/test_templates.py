@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rollout_io.cli.main import run
-from rollout_io.retokenize.messages import MAX_TEMPLATE_BYTES, TEMPLATES, find_template
+from rollout_io.retokenize.chat_template import MAX_TEMPLATE_BYTES, TEMPLATES, find_template
 from schemas.errors import RolloutError
 
 Capture = pytest.CaptureFixture[str]

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 
 from pipelines.generation import Sampling
 from pipelines.generation.config import GenerateConfig
-from rollout_io.retokenize.messages import KEEPS_ALL
+from rollout_io.retokenize.chat_template import KEEPS_ALL
 from rollout_io.retokenize.tokenizer import load_tokenizer
 from schemas.errors import MissingExtra, RolloutError
 from tests.helpers.architectures import tiny_model

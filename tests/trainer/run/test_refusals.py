@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 import rollout_io
 from rollout_io.cli.main import run as main
-from rollout_io.retokenize.messages import TEMPLATES, find_template
+from rollout_io.retokenize.chat_template import TEMPLATES, find_template
 from rollout_io.retokenize.tokenizer import load_tokenizer, template_fingerprint
 from schemas.columns import arrow_schema
 from schemas.metadata import DatasetMetadata
