@@ -127,7 +127,7 @@ class Retokenizer:
         )
 
     def _ids(self, text: str, where: str, *, has_special: bool) -> list[int]:
-        from rollout_io.retokenize.literals import encode_text
+        from rollout_io.retokenize.encoding import encode_text
 
         if has_special:
             return self.tokenizer.encode([text], [where])[0]

@@ -22,8 +22,14 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_io.retokenize.chat_template import KEEPS_ALL, normalize
-from rollout_io.retokenize.fixed_base import BASE, FixedBase, Piece, encode_pieces, fixed_base
-from rollout_io.retokenize.literals import as_text
+from rollout_io.retokenize.encoding import (
+    BASE,
+    FixedBase,
+    Piece,
+    as_text,
+    encode_pieces,
+    fixed_base,
+)
 from rollout_io.retokenize.tokenizer import ChatTokenizer, Message, Tools
 from schemas.errors import InputError, InvariantError, RolloutError
 
