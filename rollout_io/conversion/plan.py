@@ -212,6 +212,9 @@ def chunks_of(
     ]
 
 
+_TOOL = f"rollout-io {__version__}"
+
+
 class Keywords(TypedDict, total=False):
     """Keywords of `convert` and `read_log`; `Choices` has their meanings."""
 
@@ -322,7 +325,7 @@ def settings_of(
         facts = {name: value for name, value in about.items() if name not in {MODELS, HAS_TEXT}}
         metadata = metadata.made(
             "convert",
-            tool=tool_name(),
+            tool=_TOOL,
             format=log.format,
             inputs=[file.name for file in log.inputs],
             rewards=choices.rewards and shown(choices.rewards),
@@ -379,7 +382,7 @@ def identity_of(
     """Return the identity of a conversion as JSON: file contents, choices and version."""
     files = [*opened.inputs, *([rewards] if rewards else [])]
     return {
-        "tool": tool_name(),
+        "tool": _TOOL,
         "formats": [log.format for log in opened.logs],
         "choices": asdict(choices)
         | {"group_by": list(choices.group_by), "rewards": rewards and rewards.name},
@@ -399,8 +402,3 @@ def _tokenizer_files(choices: Choices) -> list[Input]:
     weights = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack"}
     files = [file for file in sorted(tokenizers) if file.is_file()]
     return [Input(file.name, file) for file in files if file.suffix not in weights]
-
-
-def tool_name() -> str:
-    """Return the name and version of this library."""
-    return f"rollout-io {__version__}"

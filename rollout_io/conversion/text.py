@@ -82,7 +82,7 @@ class Retokenizer:
         loss_mask = np.zeros_like(encoded.loss_mask)
         for start, length in answers:
             loss_mask[start : start + length] = True
-        step = step_of(
+        step = _step_of(
             conversation,
             prompt_token_ids=encoded.prompt_token_ids,
             response_ids=encoded.response_ids,
@@ -105,7 +105,7 @@ class Retokenizer:
         """Return what stands for pictures until the messages are rendered; None without a placeholder."""
         images = [part for part in _media(conversation) if part["type"] == "image"]
         placeholder = self.tokenizer.placeholder if images else None
-        if placeholder is None or "\ufdd0" in json_of(conversation.messages):
+        if placeholder is None or "\ufdd0" in _json_of(conversation.messages):
             return None
         expansions = expansions_of(images, self.tokenizer, conversation.source)
         self.tokenizer.expansions.clear()
@@ -119,7 +119,7 @@ class Retokenizer:
         """Encode a prompt and a response without roles as one row, verbatim, without a template."""
         prompt = self._ids(text.prompt, text.source, has_special=text.has_special[0])
         response = self._ids(text.response, text.source, has_special=text.has_special[1])
-        return step_of(
+        return _step_of(
             text,
             prompt_token_ids=token_ids(prompt, "prompt", text.source),
             response_ids=token_ids(response, "response", text.source),
@@ -403,23 +403,23 @@ class Untokenized:
         """Return a conversation as one row."""
         messages = conversation.messages[conversation.num_given :]
         spans = [(0, 0) for message in messages if is_answer(message)]
-        return step_of(conversation, spans=spans, columns=conversation.columns)
+        return _step_of(conversation, spans=spans, columns=conversation.columns)
 
     def completion(self, text: Completion) -> Step:
         """Return a prompt and a response without roles as one row."""
-        return step_of(text, response_text=text.response)
+        return _step_of(text, response_text=text.response)
 
 
 _COMMON = [f.name for f in fields(Completion) if f.name in Step.__struct_fields__]
 
 
-def step_of(logged: Conversation | Completion, **values: Any) -> Step:
+def _step_of(logged: Conversation | Completion, **values: Any) -> Step:
     """Return the step of a logged text: what both have, and these values."""
     sent = logged.messages if isinstance(logged, Conversation) else logged.prompt
     common = {name: getattr(logged, name) for name in _COMMON}
-    return Step(**common, **values, token_source=RETOKENIZED, messages=json_of(sent))
+    return Step(**common, **values, token_source=RETOKENIZED, messages=_json_of(sent))
 
 
-def json_of(sent: Sequence[Mapping[str, Any]] | str) -> str:
+def _json_of(sent: Sequence[Mapping[str, Any]] | str) -> str:
     """Return messages, or a prompt, as JSON."""
     return msgspec.json.encode(sent).decode()

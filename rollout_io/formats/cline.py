@@ -114,9 +114,7 @@ class _Origin(msgspec.Struct, gc=False):
     agent: str | None = msgspec.field(default=None, name="subagent")
 
 
-class Document(msgspec.Struct, gc=False):
-    """A task."""
-
+class _Document(msgspec.Struct, gc=False):
     messages: Annotated[list[msgspec.Raw], inner(_MESSAGE)]
     system_prompt: str | None = None
     version: int | None = None
@@ -130,20 +128,20 @@ class Document(msgspec.Struct, gc=False):
 
 
 _MARKS = msgspec.json.Decoder(_Marks)
-_DOCUMENT = msgspec.json.Decoder(Document)
+_DOCUMENT = msgspec.json.Decoder(_Document)
 _ANY = msgspec.json.Decoder()
 _TYPED = re.compile(r'<user_input mode="[^"]*">(.*)</user_input>', re.DOTALL)
 _FILE = '<file_content path="{}">\n{}\n</file_content>'
 
 
-def run_of(document: Document, place: Place) -> Run:
+def run_of(document: _Document, place: Place) -> Run:
     """Return the run of a document, named by its session or by the directory of the task."""
     path = Path(place.where)
     name = document.session_id or path.parent.name or path.stem
     return Run(instance_id=name, repetition_id=0, places=[place], labels={"session": name})
 
 
-def read(document: Document, run: Run, _: Options) -> Trajectory:
+def read(document: _Document, run: Run, _: Options) -> Trajectory:
     """Read the contexts of a task, and of its sub-agents."""
     main = Contexts()
     for i, place in enumerate(run.places):
@@ -153,7 +151,7 @@ def read(document: Document, run: Run, _: Options) -> Trajectory:
     return Trajectory(steps=main.steps(), user_values={"model": main.model} if main.model else {})
 
 
-def _say(document: Document, path: str, log: Contexts) -> None:
+def _say(document: _Document, path: str, log: Contexts) -> None:
     log.system = document.system_prompt
     marks_of: dict[str, _Marks] = {}
     thought = ""
@@ -219,7 +217,7 @@ def _is_part(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("type"), str)
 
 
-def _document(place: Place) -> Document:
+def _document(place: Place) -> _Document:
     return decode_document(_DOCUMENT, read_record(place), place.where)
 
 
@@ -252,7 +250,7 @@ def _is_message(value: Any) -> bool:
 
 
 ADAPTER = Records(
-    records={"": Document},
+    records={"": _Document},
     leaves=_LEAVES,
     bare="messages",
     run=run_of,

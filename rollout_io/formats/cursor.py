@@ -49,9 +49,7 @@ class _Message(msgspec.Struct, gc=False):
     content: Annotated[str | list[Part] | None, inner(_BLOCKS)] = None
 
 
-class Record(msgspec.Struct, gc=False):
-    """A message."""
-
+class _Record(msgspec.Struct, gc=False):
     role: str | None = None
     message: _Message | None = None
     model: str | None = None
@@ -102,7 +100,7 @@ def names(path: Path, _: Sequence[Any]) -> Names:
 ADAPTER = Sessions(
     kind="type",
     default="transcript",
-    records=dict.fromkeys(("transcript", "user", "assistant"), Record),
+    records=dict.fromkeys(("transcript", "user", "assistant"), _Record),
     leaves=_LEAVES,
     names=names,
     read=read,

@@ -130,9 +130,7 @@ class _Event(msgspec.Struct, gc=False, rename="camel"):
     result: _Result | None = None
 
 
-class Config(msgspec.Struct, gc=False, rename="camel"):
-    """Settings."""
-
+class _Config(msgspec.Struct, gc=False, rename="camel"):
     system_prompt: str | None = None
     model_alias: str | None = None
 
@@ -143,9 +141,7 @@ class Tools(msgspec.Struct, gc=False):
     tools: Any = None
 
 
-class Appended(msgspec.Struct, gc=False):
-    """A message."""
-
+class _Appended(msgspec.Struct, gc=False):
     message: _Message | None = None
 
 
@@ -270,12 +266,12 @@ def read(lines: Iterator[Line], log: Contexts) -> None:
                 log.system = str(_said("system", record.content)["content"])
             case Logged(role=str(role)) if not role.startswith("_"):
                 wire.add(record, where)
-            case Config():
+            case _Config():
                 log.system = record.system_prompt or log.system
                 log.model = record.model_alias or log.model
             case Tools():
                 log.tools = tools(record.tools)
-            case Appended(message=_Message() as message):
+            case _Appended(message=_Message() as message):
                 wire.add(message, where)
             case Looped(event=_Event() as event):
                 wire.event(event, where)
@@ -309,9 +305,9 @@ ADAPTER = Sessions(
     default="message",
     records={
         "message": Logged,
-        "config.update": Config,
+        "config.update": _Config,
         "llm.tools_snapshot": Tools,
-        "context.append_message": Appended,
+        "context.append_message": _Appended,
         "context.append_loop_event": Looped,
         "context.apply_compaction": Compaction,
         "context.clear": Clear,

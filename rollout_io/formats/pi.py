@@ -74,15 +74,11 @@ class Head(Record, gc=False):
     cwd: str | None = None
 
 
-class Spoken(Record, gc=False):
-    """A message."""
-
+class _Spoken(Record, gc=False):
     message: Annotated[msgspec.Raw, inner(pi.MESSAGE)] = NO_JSON
 
 
-class Custom(Record, gc=False):
-    """A message of an extension."""
-
+class _Custom(Record, gc=False):
     content: Annotated[msgspec.Raw, inner(pi.BLOCKS)] = NO_JSON
 
 
@@ -99,22 +95,18 @@ class BranchSummary(Record, gc=False):
     summary: str | None = None
 
 
-class Compaction(Record, gc=False, rename="camel"):
-    """A compaction."""
-
+class _Compaction(Record, gc=False, rename="camel"):
     summary: str | None = None
     system_message: Annotated[PiMessage | None, inner(pi.MESSAGE)] = None
     first_kept_entry_id: str | None = None
 
 
-class ModelChange(Record, gc=False, rename="camel"):
-    """Another model."""
-
+class _ModelChange(Record, gc=False, rename="camel"):
     model_id: str | None = None
 
 
 _MESSAGE = msgspec.json.Decoder(PiMessage)
-_SPOKEN = msgspec.json.Decoder(Spoken)
+_SPOKEN = msgspec.json.Decoder(_Spoken)
 
 
 def identity(kind: str, fields: bytes) -> str | None:
@@ -140,7 +132,7 @@ def read(lines: Iterator[Line], log: Contexts) -> None:
         if heads:
             log.system, log.tools = pi.head_of([heads[n.key] for n in log.path() if n.key in heads])
         key = record.id if record.id and log.find(record.id) is None else where
-        if isinstance(record, Spoken | Custom):
+        if isinstance(record, _Spoken | _Custom):
             message = _message(record, where)
             if message.is_head:
                 heads[log.say([], where, key).key] = message
@@ -149,12 +141,12 @@ def read(lines: Iterator[Line], log: Contexts) -> None:
             continue
         if isinstance(record, Edit):
             _edit(record, log, where)
-        if isinstance(record, Compaction):
+        if isinstance(record, _Compaction):
             note(SUMMARIES)
             _compact(record, log, where, heads)
             if record.system_message is not None:
                 heads[log.say([], where, f"{where}, system").key] = record.system_message
-        elif isinstance(record, ModelChange):
+        elif isinstance(record, _ModelChange):
             log.model = record.model_id or log.model
         text = record.summary if isinstance(record, BranchSummary) else None
         log.say([pi.summary_of(text, is_branch=True)] if text else [], where, key)
@@ -184,15 +176,15 @@ def _edit(record: Edit, log: Contexts, where: str) -> None:
     log.keep(path[at + 1 :])
 
 
-def _message(record: Spoken | Custom, where: str) -> PiMessage:
-    if isinstance(record, Spoken):
+def _message(record: _Spoken | _Custom, where: str) -> PiMessage:
+    if isinstance(record, _Spoken):
         return decode_line(_MESSAGE, bytes(record.message), f"{where}, message")
     note(EXTENDED)
     fields = b'{"role":"custom","content":%s}' % bytes(record.content)
     return decode_line(_MESSAGE, fields, f"{where}, content")
 
 
-def _compact(record: Compaction, log: Contexts, where: str, heads: Collection[str]) -> None:
+def _compact(record: _Compaction, log: Contexts, where: str, heads: Collection[str]) -> None:
     path = log.path()
     first = log.find(record.first_kept_entry_id)
     nodes = path[path.index(first) :] if first in path else []
@@ -213,12 +205,12 @@ ADAPTER = Sessions(
     kind="type",
     records={
         "session": Head,
-        "message": Spoken,
-        "custom_message": Custom,
+        "message": _Spoken,
+        "custom_message": _Custom,
         "branch_summary": BranchSummary,
-        "compaction": Compaction,
+        "compaction": _Compaction,
         "context_edit": Edit,
-        "model_change": ModelChange,
+        "model_change": _ModelChange,
         **dict.fromkeys(
             ("thinking_level_change", "custom", "label", "session_info", "leaf"), Record
         ),

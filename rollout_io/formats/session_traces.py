@@ -84,9 +84,7 @@ class _Message(msgspec.Struct, gc=False, rename="camel"):
     model: str | None = None
 
 
-class Spoken(msgspec.Struct, gc=False):
-    """A message."""
-
+class _Spoken(msgspec.Struct, gc=False):
     message: _Message | None = None
 
 
@@ -99,7 +97,7 @@ def read(lines: Iterator[Line], log: Contexts) -> None:
             log.order = record.step_index
             log.reward = record.reward
             facts = {} if log.name is None else {"reward": record.reward}
-        elif isinstance(record, Spoken) and record.message is not None:
+        elif isinstance(record, _Spoken) and record.message is not None:
             log.model = record.message.model or log.model
             fields = msgspec.structs.asdict(record.message)
             del fields["model"]
@@ -123,7 +121,7 @@ def names(path: Path, first: Sequence[Any]) -> Names:
 ADAPTER = replace(
     Sessions(
         kind="type",
-        records={"session": Head, "message": Spoken},
+        records={"session": Head, "message": _Spoken},
         leaves=_LEAVES,
         names=names,
         read=read,

@@ -82,9 +82,7 @@ class _Step(msgspec.Struct, gc=False):
         return [raw for raw in prompt or () if bytes(raw).strip() != b"{}"]
 
 
-class Document(msgspec.Struct, gc=False):
-    """A run."""
-
+class _Document(msgspec.Struct, gc=False):
     history: _Messages
     trajectory: list[_Step] = []
     info: _Info = msgspec.field(default_factory=_Info)
@@ -112,7 +110,7 @@ _REPLAY_DECODER = msgspec.json.Decoder(_Replay | str | None)
 _REPLAY_TEXT_DECODER = msgspec.json.Decoder(_Replay)
 
 
-def run_of(document: Document, place: Place) -> Run:
+def run_of(document: _Document, place: Place) -> Run:
     """Return the run of a file; the instance is the problem's id, or inferred from the file name."""
     return run_of_file(place, _problem(document.replay_config), _SUFFIXES)
 
@@ -127,7 +125,7 @@ def _problem(config: msgspec.Raw) -> str | None:
     return replay.problem_statement.id if replay and replay.problem_statement else None
 
 
-def read(logged: Document, run: Run, _: Options) -> Trajectory:
+def read(logged: _Document, run: Run, _: Options) -> Trajectory:
     """Read the calls of a run.
 
     The exit status becomes the `stop_reason` of the last call and the column `exit_status`. A run
@@ -148,14 +146,14 @@ def read(logged: Document, run: Run, _: Options) -> Trajectory:
     )
 
 
-def _calls(logged: Document, where: str) -> Iterator[Call]:
+def _calls(logged: _Document, where: str) -> Iterator[Call]:
     if any(step.prompt for step in logged.trajectory):
         yield from _calls_of_steps(logged, where)
     else:
         yield from _calls_of_history(logged, f"{where}, history")
 
 
-def _calls_of_steps(logged: Document, where: str) -> Iterator[Call]:
+def _calls_of_steps(logged: _Document, where: str) -> Iterator[Call]:
     replies = _replies(logged, f"{where}, history")
     calls = []
     for index, step in enumerate(logged.trajectory):
@@ -194,7 +192,7 @@ def _match(response: str, replies: list[tuple[str | None, Message]]) -> tuple[st
     return agent, {"role": "assistant", "content": response}
 
 
-def _replies(logged: Document, where: str) -> list[tuple[str | None, Message]]:
+def _replies(logged: _Document, where: str) -> list[tuple[str | None, Message]]:
     return [
         (marks.agent, message)
         for _, marks, message in _history(logged, where)
@@ -202,7 +200,7 @@ def _replies(logged: Document, where: str) -> list[tuple[str | None, Message]]:
     ]
 
 
-def _calls_of_history(logged: Document, where: str) -> Iterator[Call]:
+def _calls_of_history(logged: _Document, where: str) -> Iterator[Call]:
     """Yield the calls of all agents, one context per agent; demonstrations are not calls."""
     seen: dict[str | None, list[Message]] = {}
     for here, marks, message in _history(logged, where):
@@ -212,7 +210,7 @@ def _calls_of_history(logged: Document, where: str) -> Iterator[Call]:
         before.append(message)
 
 
-def _history(logged: Document, where: str) -> Iterator[tuple[str, _Marks, Message]]:
+def _history(logged: _Document, where: str) -> Iterator[tuple[str, _Marks, Message]]:
     for index, raw in enumerate(logged.history):
         here = f"{where}[{index}]"
         marks = decode_line(_MARKS_DECODER, bytes(raw), here)
@@ -220,7 +218,7 @@ def _history(logged: Document, where: str) -> Iterator[tuple[str, _Marks, Messag
 
 
 ADAPTER = Records(
-    records={"": Document},
+    records={"": _Document},
     leaves=_LEAVES,
     run=run_of,
     read=read,

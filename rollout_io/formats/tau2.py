@@ -57,9 +57,7 @@ _LEAVES = {
 }
 
 
-class Simulation(msgspec.Struct, gc=False):
-    """A run."""
-
+class _Simulation(msgspec.Struct, gc=False):
     task_id: str | int | None = None
     id: str | None = None
     policy: str | None = None
@@ -94,7 +92,7 @@ _INDEX = msgspec.json.Decoder(_Index)
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
 
 
-def run_of(simulation: Simulation, place: Place) -> Run:
+def run_of(simulation: _Simulation, place: Place) -> Run:
     """Return the run of a simulation; the index of simulations in other files is refused."""
     if simulation.task_id is None:
         raise _without_simulations(place.where, len(_indexed(place)))
@@ -103,7 +101,7 @@ def run_of(simulation: Simulation, place: Place) -> Run:
     return Run(instance_id=task, repetition_id=simulation.trial, places=[place], labels=labels)
 
 
-def read(simulation: Simulation, run: Run, _: Options) -> Trajectory:
+def read(simulation: _Simulation, run: Run, _: Options) -> Trajectory:
     """Read the agent's conversation in a simulation; numbers of its evaluation become metrics."""
     place = run.places[0]
     logged = simulation.messages or []
@@ -225,7 +223,7 @@ def _is_simulation(value: Mapping[str, Any]) -> bool:
 
 
 ADAPTER = Records(
-    records={"": Simulation},
+    records={"": _Simulation},
     leaves=_LEAVES,
     run=run_of,
     read=read,

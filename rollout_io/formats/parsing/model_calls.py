@@ -138,22 +138,16 @@ _ENVELOPE = re.compile(r"nrlre1:(int8|int16|int32):(\d{1,9})x(\d{1,9})x(\d{1,9})
 _Ids = list[int] | msgspec.UnsetType | None
 
 
-class Usage(msgspec.Struct, gc=False):
-    """Token counts that the server reported."""
-
+class _Usage(msgspec.Struct, gc=False):
     input_tokens: int
     output_tokens: int
 
 
-class Incomplete(msgspec.Struct, gc=False):
-    """Reason why a response is incomplete."""
-
+class _Incomplete(msgspec.Struct, gc=False):
     reason: str | None = None
 
 
-class Failure(msgspec.Struct, gc=False):
-    """Reason why there is no response."""
-
+class _Failure(msgspec.Struct, gc=False):
     message: str
 
 
@@ -162,9 +156,9 @@ class ResponsesObject(msgspec.Struct, gc=False):
 
     output: list[msgspec.Raw]
     id: str | None = None
-    usage: Usage | None = None
-    error: Failure | None = None
-    incomplete_details: Incomplete | None = None
+    usage: _Usage | None = None
+    error: _Failure | None = None
+    incomplete_details: _Incomplete | None = None
     temperature: Share | None = None
     top_p: Share | None = None
     instructions: msgspec.Raw = NO_JSON
@@ -313,7 +307,7 @@ def _routes(raw: msgspec.Raw) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(nested))
 
 
-def _check_usage(usage: Usage | None, steps: Sequence[Step], where: str) -> None:
+def _check_usage(usage: _Usage | None, steps: Sequence[Step], where: str) -> None:
     """Compare steps with the server's counts, which cover all calls or only the last one."""
     if usage is None:
         return
