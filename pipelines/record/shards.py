@@ -35,8 +35,13 @@ from rollout_io.dataset.storage import Location
 from rollout_io.dataset.writer import RolloutWriter
 from rollout_io.formats.base import Options, Rejected, Run
 from rollout_io.formats.calls import ADAPTER
-from rollout_io.formats.parsing.lines import INCOMPLETE, close_files, read_record
-from rollout_io.formats.parsing.naming import ModelNames, split_session
+from rollout_io.formats.parsing.records import (
+    INCOMPLETE,
+    ModelNames,
+    close_files,
+    read_record,
+    split_session,
+)
 from schemas.columns import metrics_dict
 from schemas.errors import InputError, RolloutError
 from schemas.excerpts import cleaning

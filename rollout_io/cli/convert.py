@@ -293,7 +293,7 @@ def _report(
     from rollout_io.conversion.staging import rejected_path
     from rollout_io.dataset.checking import mixed_text
     from rollout_io.formats.detect import find_adapter
-    from rollout_io.formats.parsing.naming import MODELS
+    from rollout_io.formats.parsing.records import MODELS
 
     note(_found(done))
     if done.was_done:

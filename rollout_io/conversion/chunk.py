@@ -40,9 +40,8 @@ from rollout_io.dataset.writer import RolloutWriter
 from rollout_io.formats.base import Adapter, Input, Options, Rejected, Run, Trajectory, noted
 from rollout_io.formats.detect import find_adapter
 from rollout_io.formats.parsing.jsonl import contained
-from rollout_io.formats.parsing.lines import INCOMPLETE, close_files
 from rollout_io.formats.parsing.messages import check_slips, note_lacks
-from rollout_io.formats.parsing.naming import natural_key
+from rollout_io.formats.parsing.records import INCOMPLETE, close_files, natural_key
 from rollout_io.formats.parsing.tokens import strict_ids
 from schemas.checker import Checker
 from schemas.errors import InvariantError, RolloutError

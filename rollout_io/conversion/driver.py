@@ -53,7 +53,7 @@ from rollout_io.dataset.opening import Version
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.reader import read_metadata, refuse_mixed_types
 from rollout_io.formats.base import Input, Rejected
-from rollout_io.formats.parsing.naming import MODELS
+from rollout_io.formats.parsing.records import MODELS
 from rollout_io.retokenize.local import tokenizer_directory
 from schemas.errors import InputError, RolloutError
 from schemas.metadata import DatasetMetadata

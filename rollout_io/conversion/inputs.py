@@ -25,7 +25,7 @@ from rollout_io.dataset.opening import Version, digest_of, open_input, standard_
 from rollout_io.dataset.storage import Location
 from rollout_io.formats.base import Input
 from rollout_io.formats.detect import Tell, told
-from rollout_io.formats.parsing.naming import natural_key
+from rollout_io.formats.parsing.records import natural_key
 from schemas.errors import InputError
 
 STDIN = "-"

@@ -24,7 +24,7 @@ from rollout_io.dataset.opening import digest_of
 from rollout_io.formats.base import HAS_TEXT, About, Found, Input, Options, Rejected, Run
 from rollout_io.formats.detect import empty_file
 from rollout_io.formats.mapped import check_paths
-from rollout_io.formats.parsing.naming import MODELS
+from rollout_io.formats.parsing.records import MODELS
 from rollout_io.retokenize.local import find_tokenizer, tokenizer_directory
 from schemas.errors import ConfigError, InputError, InvariantError
 

@@ -26,7 +26,7 @@ from rollout_io.dataset.footer import Place
 from rollout_io.dataset.reader import footers, scan
 from rollout_io.dataset.storage import Location
 from rollout_io.formats.base import UNREAD, Rejected, Run, added, unread_in
-from rollout_io.formats.parsing.naming import is_like_label
+from rollout_io.formats.parsing.records import is_like_label
 from schemas.errors import InputError, RolloutError
 from schemas.errors import count as _num
 from schemas.metadata import CONVERSION

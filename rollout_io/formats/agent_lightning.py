@@ -40,14 +40,15 @@ from rollout_io.formats.parsing.bodies import Answer, Int32, Request, Usage
 from rollout_io.formats.parsing.completions import read_choices
 from rollout_io.formats.parsing.content import NO_JSON, filled, known
 from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.lines import (
+from rollout_io.formats.parsing.records import (
     DUPLICATE,
+    ModelNames,
     incomplete,
+    label,
     named_in,
     read_record,
     refuse_repeated,
 )
-from rollout_io.formats.parsing.naming import ModelNames, label
 from rollout_io.formats.parsing.tokens import (
     logprob_array,
     num_ids,

@@ -48,18 +48,21 @@ from rollout_io.formats.parsing.bodies import Answer, Int32, Request, Response
 from rollout_io.formats.parsing.completions import read_choices, whole_response
 from rollout_io.formats.parsing.content import NO_JSON
 from rollout_io.formats.parsing.jsonl import decode_line, refuse_not_utf8
-from rollout_io.formats.parsing.lines import lines_of, named_in, read_record, without_copies
 from rollout_io.formats.parsing.model_calls import EMPTY, Call, conversations_of
-from rollout_io.formats.parsing.naming import (
+from rollout_io.formats.parsing.records import (
     TASK_LABELS,
     ModelNames,
     is_name,
     label,
+    lines_of,
+    named_in,
     natural_key,
     note_unread_labels,
     numbers,
+    read_record,
     split_session,
     unread_labels,
+    without_copies,
 )
 from rollout_io.formats.parsing.tokens import num_ids
 from rollout_io.formats.start import Start

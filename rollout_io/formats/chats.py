@@ -56,7 +56,7 @@ from rollout_io.formats.grammar import inner
 from rollout_io.formats.parsing.content import NO_JSON, Content, Message, parts_in, shown
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.messages import MESSAGE, openai_tools, prompt_key, read_messages
-from rollout_io.formats.parsing.naming import (
+from rollout_io.formats.parsing.records import (
     TASK_LABELS,
     groups_told,
     is_name,

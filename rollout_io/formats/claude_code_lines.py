@@ -33,7 +33,7 @@ from rollout_io.formats.parsing.content import (
     raw_of,
 )
 from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.lines import named_in
+from rollout_io.formats.parsing.records import named_in
 
 SPOKEN = frozenset({"user", "assistant"})
 QUEUED = "queued_command"

@@ -35,8 +35,8 @@ from rollout_io.formats.engines.sessions import GROUPS
 from rollout_io.formats.grammar import inner
 from rollout_io.formats.parsing.content import raw_of
 from rollout_io.formats.parsing.jsonl import decode_document, decode_line
-from rollout_io.formats.parsing.lines import read_record
 from rollout_io.formats.parsing.messages import MESSAGE, PARTS, read_messages
+from rollout_io.formats.parsing.records import read_record
 
 _PARTS = PARTS.plus(
     reads={

@@ -42,7 +42,7 @@ from rollout_io.formats.harbor_trial import (
 )
 from rollout_io.formats.parsing.content import known
 from rollout_io.formats.parsing.jsonl import read_document
-from rollout_io.formats.parsing.lines import INCOMPLETE
+from rollout_io.formats.parsing.records import INCOMPLETE
 from rollout_io.formats.start import Start
 from schemas.errors import InputError, RolloutError
 

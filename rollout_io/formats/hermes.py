@@ -39,8 +39,8 @@ from rollout_io.formats.engines.records import Records, is_object_with, joined
 from rollout_io.formats.grammar import inner
 from rollout_io.formats.parsing.content import NO_JSON, Message
 from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.lines import read_record
 from rollout_io.formats.parsing.messages import INACTIVE, MESSAGE, openai_tools, read_message
+from rollout_io.formats.parsing.records import read_record
 
 NO_PARENT = (
     "compressed sessions whose parent is not in the log: kept answers are not told from new ones"

@@ -36,9 +36,8 @@ from rollout_io.formats.parsing.jsonl import (
     refuse_lfs_pointer,
     refuse_not_utf8,
 )
-from rollout_io.formats.parsing.lines import Record
 from rollout_io.formats.parsing.messages import prompt_key
-from rollout_io.formats.parsing.naming import ModelNames, full_name, label, natural_key
+from rollout_io.formats.parsing.records import ModelNames, Record, full_name, label, natural_key
 from rollout_io.formats.unrecognized import paths_of
 from schemas.errors import ConfigError, InputError, RolloutError
 from schemas.excerpts import cleaned

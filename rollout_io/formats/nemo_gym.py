@@ -54,14 +54,13 @@ from rollout_io.formats.nemo_gym_text import Request, read_conversation
 from rollout_io.formats.parsing.bodies import sampling_extra
 from rollout_io.formats.parsing.content import NO_JSON
 from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.lines import read_record
 from rollout_io.formats.parsing.model_calls import (
     NO_TOKENS,
     ResponsesObject,
     items_hold_tokens,
     read_steps,
 )
-from rollout_io.formats.parsing.naming import ModelNames, natural_key, numbers
+from rollout_io.formats.parsing.records import ModelNames, natural_key, numbers, read_record
 from rollout_io.formats.parsing.tokens import INT32_MAX, logprob_array, token_ids
 from rollout_io.formats.start import Start, like
 from schemas.errors import InputError

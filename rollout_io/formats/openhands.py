@@ -41,10 +41,9 @@ from rollout_io.formats.engines.records import Records, is_object_with
 from rollout_io.formats.grammar import Contents, inner
 from rollout_io.formats.parsing.content import NO_JSON, Message, same_json
 from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.lines import run_of_file, with_group_rule
 from rollout_io.formats.parsing.messages import read_message
 from rollout_io.formats.parsing.model_calls import Call, steps_of
-from rollout_io.formats.parsing.naming import numbers
+from rollout_io.formats.parsing.records import numbers, run_of_file, with_group_rule
 from schemas.errors import InputError
 
 _TAGS = {

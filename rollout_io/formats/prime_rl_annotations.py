@@ -24,7 +24,7 @@ import pyarrow as pa
 from rollout_io.formats.base import Place, note_unread
 from rollout_io.formats.grammar import Grammar
 from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.lines import read_record
+from rollout_io.formats.parsing.records import read_record
 from rollout_io.formats.parsing.tokens import broken, logprob_array
 from schemas.errors import InputError, count
 

@@ -27,10 +27,9 @@ from rollout_io.formats.grammar import account
 from rollout_io.formats.parsing.bodies import Int32
 from rollout_io.formats.parsing.content import NO_JSON, filled
 from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.lines import logs_of, with_group_rule
 from rollout_io.formats.parsing.messages import MESSAGE, read_messages, text_of
 from rollout_io.formats.parsing.model_calls import Call, conversations_of
-from rollout_io.formats.parsing.naming import label, numbers
+from rollout_io.formats.parsing.records import label, logs_of, numbers, with_group_rule
 from rollout_io.formats.parsing.tokens import logprob_array, same_ids, strict_ids
 from rollout_io.formats.start import like
 from schemas.errors import InputError, count

@@ -59,9 +59,8 @@ from rollout_io.formats.exporting import (
 )
 from rollout_io.formats.parsing.content import NO_JSON, filled
 from rollout_io.formats.parsing.jsonl import read_document
-from rollout_io.formats.parsing.lines import logs_below
 from rollout_io.formats.parsing.messages import prompt_key
-from rollout_io.formats.parsing.naming import with_files_apart
+from rollout_io.formats.parsing.records import logs_below, with_files_apart
 from rollout_io.formats.skyrl_fields import OPTIONAL, REQUIRED, USER_FIELDS
 from rollout_io.formats.skyrl_generator_output import (
     COLUMN,

@@ -45,7 +45,7 @@ from rollout_io.formats.engines.runs import gathered
 from rollout_io.formats.parsing.bodies import Int32
 from rollout_io.formats.parsing.content import filled
 from rollout_io.formats.parsing.jsonl import refuse_lfs_pointer
-from rollout_io.formats.parsing.lines import index_of, with_group_rule
+from rollout_io.formats.parsing.records import index_of, with_group_rule
 from rollout_io.formats.parsing.tokens import (
     IDS,
     INT32_MAX,

@@ -35,9 +35,8 @@ from rollout_io.formats.engines.records import Records, beside
 from rollout_io.formats.grammar import Contents, inner
 from rollout_io.formats.parsing.content import NO_JSON, Message, known, raw_of
 from rollout_io.formats.parsing.jsonl import decode_document, decode_line
-from rollout_io.formats.parsing.lines import read_record
 from rollout_io.formats.parsing.messages import read_messages
-from rollout_io.formats.parsing.naming import numbers
+from rollout_io.formats.parsing.records import numbers, read_record
 from rollout_io.formats.parsing.tokens import INT32_MAX
 from schemas.errors import InputError, count
 

@@ -55,8 +55,8 @@ from rollout_io.formats.engines.runs import gathered
 from rollout_io.formats.grammar import Contents
 from rollout_io.formats.parsing.content import Message
 from rollout_io.formats.parsing.jsonl import contained, refuse_lfs_pointer
-from rollout_io.formats.parsing.lines import Record, read_record, with_group_rule
 from rollout_io.formats.parsing.model_calls import Call, steps_of
+from rollout_io.formats.parsing.records import Record, read_record, with_group_rule
 from rollout_io.formats.start import Start
 from schemas.errors import InputError, RolloutError
 

@@ -59,7 +59,7 @@ from rollout_io.formats.exporting import (
 from rollout_io.formats.grammar import inner
 from rollout_io.formats.parsing.content import Message, raw_of
 from rollout_io.formats.parsing.messages import MESSAGE, prompt_key, read_messages
-from rollout_io.formats.parsing.naming import numbers
+from rollout_io.formats.parsing.records import numbers
 from schemas.errors import InputError
 
 _REQUIRED = frozenset({"step", "prompt", "completion"})

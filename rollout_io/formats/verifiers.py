@@ -39,8 +39,7 @@ from rollout_io.formats.grammar import Grammar, account
 from rollout_io.formats.parsing.bodies import Int32
 from rollout_io.formats.parsing.content import NO_JSON, filled
 from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.lines import logs_of, read_record, refuse_repeated
-from rollout_io.formats.parsing.naming import label
+from rollout_io.formats.parsing.records import label, logs_of, read_record, refuse_repeated
 from rollout_io.formats.prime_rl_annotations import HEAD, PART, UPDATES, Update, read_updates
 from rollout_io.formats.verifiers_rows import METADATA, ROWS, metadata_beside, read_row
 from rollout_io.formats.verifiers_traces import Failure, Graph, Trace, metrics_of

@@ -27,9 +27,8 @@ from rollout_io.formats.grammar import Grammar, account
 from rollout_io.formats.parsing.bodies import Sampling, Usage, sampling_extra
 from rollout_io.formats.parsing.content import NO_JSON, Message, filled
 from rollout_io.formats.parsing.jsonl import decode_line, read_document
-from rollout_io.formats.parsing.lines import read_record
 from rollout_io.formats.parsing.messages import MESSAGE, openai_tools, read_messages, text_of
-from rollout_io.formats.parsing.naming import label, numbers
+from rollout_io.formats.parsing.records import label, numbers, read_record
 from rollout_io.formats.parsing.tokens import broken, logprob_array, same_ids, strict_ids
 from schemas.errors import InputError
 

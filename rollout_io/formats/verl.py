@@ -63,7 +63,7 @@ from rollout_io.formats.exporting import (
 )
 from rollout_io.formats.parsing.content import NO_JSON, filled
 from rollout_io.formats.parsing.messages import prompt_key
-from rollout_io.formats.parsing.naming import label, numbers, with_files_apart
+from rollout_io.formats.parsing.records import label, numbers, with_files_apart
 from schemas.columns import PICTURES
 from schemas.ragged import Ragged, list_lengths, offsets_of, ranges
 

@@ -25,7 +25,7 @@ from rollout_io.formats.base import (
     noted,
     unread_in,
 )
-from rollout_io.formats.parsing.lines import close_files
+from rollout_io.formats.parsing.records import close_files
 from rollout_io.formats.start import Start
 from schemas.errors import RolloutError
 

@@ -31,7 +31,7 @@ import pyarrow.parquet as pq
 
 from rollout_io.dataset.opening import Version, open_input
 from rollout_io.formats.base import Input, Place, Progress, Rejected, note
-from rollout_io.formats.parsing.lines import Record
+from rollout_io.formats.parsing.records import Record
 from schemas.errors import InputError, RolloutError
 
 _MAGIC = b"SQLite format 3\0"

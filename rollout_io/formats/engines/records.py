@@ -49,14 +49,14 @@ from rollout_io.formats.parsing.jsonl import (
     refuse_not_utf8,
     without_lone_surrogates,
 )
-from rollout_io.formats.parsing.lines import (
+from rollout_io.formats.parsing.messages import by_marks
+from rollout_io.formats.parsing.records import (
     Record,
     lines_of,
     parts_of,
     read_record,
     refuse_repeated,
 )
-from rollout_io.formats.parsing.messages import by_marks
 from rollout_io.formats.start import Start
 from schemas.errors import InputError, RolloutError
 

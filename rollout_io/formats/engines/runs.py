@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from rollout_io.formats.base import Found, Input, Place, Rejected, Run
-from rollout_io.formats.parsing.lines import DUPLICATE, Record, incomplete
+from rollout_io.formats.parsing.records import DUPLICATE, Record, incomplete
 from schemas.errors import InputError, RolloutError
 
 _MAX_BASES = 100

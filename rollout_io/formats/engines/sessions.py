@@ -51,15 +51,15 @@ from rollout_io.formats.engines.runs import (
 )
 from rollout_io.formats.grammar import Grammar, account
 from rollout_io.formats.parsing.jsonl import decode_document, decode_line, refuse_not_utf8
-from rollout_io.formats.parsing.lines import (
+from rollout_io.formats.parsing.messages import by_marks
+from rollout_io.formats.parsing.records import (
     DUPLICATE,
     Record,
     incomplete,
     lines_of,
+    natural_key,
     read_record,
 )
-from rollout_io.formats.parsing.messages import by_marks
-from rollout_io.formats.parsing.naming import natural_key
 from rollout_io.formats.start import Start
 from schemas.errors import InputError, RolloutError
 
