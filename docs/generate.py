@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_io.cli.main import run
-from rollout_io.formats.refused import REFUSED
+from rollout_io.formats.unrecognized import REFUSED
 from schemas import RULES, TOKEN_RECORD_COLUMNS, documentation_table
 from schemas.columns import PREFIX_FIELDS
 from schemas.error_ids import error_ids

@@ -16,7 +16,7 @@ import polars as pl
 import rollout_io
 from rollout_io.conversion.chunk import INCOMPLETE
 from rollout_io.conversion.opened_logs import AUTO
-from rollout_io.conversion.settings import Keywords
+from rollout_io.conversion.plan import Keywords
 from rollout_io.conversion.staging import rejected_path
 from rollout_io.formats.detect import load_formats, recognize
 from schemas.errors import RolloutError

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from pipelines.merging.segments import is_joined, segment_rewards
 from pipelines.tables import Frame, as_lazy, set_column
-from rollout_io.dataset.returns import Fold, earned_reward, fold_return, has_segment
+from rollout_io.dataset.trajectory_facts import Fold, earned_reward, fold_return, has_segment
 from schemas.errors import InputError, InvariantError
 from schemas.metadata import Outcome as Outcome
 from schemas.numpy_arrays import to_numpy

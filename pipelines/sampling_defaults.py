@@ -14,7 +14,7 @@ from typing import Any
 
 import polars as pl
 
-from rollout_io.formats.parsing.sampling import sampling_extra
+from rollout_io.formats.parsing.bodies import sampling_extra
 from schemas.errors import ConfigError
 
 FILE = "generation_config.json"

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 import pipelines.frames  # noqa: F401  (registers the namespace of frames)
-from rollout_io.dataset.id_filters import ID_COLUMNS, required_ids
+from rollout_io.dataset.footer import ID_COLUMNS, required_ids
 from rollout_io.dataset.polars_sources import Rows, lazy_frame
 from rollout_io.dataset.prefix_layout import trajectory_starts
 from rollout_io.dataset.reader import scan

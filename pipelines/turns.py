@@ -18,9 +18,9 @@ from pipelines.drift_diagnosis.readers import turns_of_ids
 from pipelines.merging.merge import unmerge_table
 from pipelines.merging.segments import is_joined
 from pipelines.tables import Frame, over_tables
-from rollout_io.dataset.message_facts import TAGGED_CALL, has_failed, split_calls
 from rollout_io.dataset.prefix_layout import Tokens, common_prefix
-from rollout_io.retokenize.messages import REASONING_FIELDS
+from rollout_io.dataset.trajectory_facts import TAGGED_CALL, has_failed, split_calls
+from rollout_io.retokenize.chat_template import REASONING_FIELDS
 from rollout_io.retokenize.token_bytes import TokenBytes
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from rollout_io.terminal import whole_characters

@@ -11,8 +11,7 @@ from schemas.lazy import exports  # noqa: E402
 if TYPE_CHECKING:
     from rollout_io.conversion.driver import convert, read_log
     from rollout_io.dataset.checking import check, validate
-    from rollout_io.dataset.hugging_face import from_hf, to_hf
-    from rollout_io.dataset.reader import iter_tables, read, read_metadata, scan
+    from rollout_io.dataset.reader import from_hf, iter_tables, read, read_metadata, scan, to_hf
     from rollout_io.dataset.writer import RolloutWriter
     from rollout_io.formats.exports import export
     from rollout_io.formats.skyrl_fields import GeneratorOutput, TrajectoryID

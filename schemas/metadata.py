@@ -28,7 +28,7 @@ _KEY = "rollout_io."
 DIGEST, PLACE = b"rollout_io.digest", b"rollout_io.place"
 """Keys for a shard's digest and its position in the dataset (see `rollout_io.dataset.footer`)."""
 ID_FILTERS = b"rollout_io.id_filters"
-"""Key for each row group's filters of ids (see `rollout_io.dataset.id_filters`)."""
+"""Key for each row group's filters of ids (see `rollout_io.dataset.footer`)."""
 CONVERSION = b"rollout_io.conversion"
 """Key for the record that identifies a conversion (see `rollout_io.conversion.summary`)."""
 _OF_ROWS = (

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import pipelines
 from pipelines.tables import ROUTING
-from rollout_io.dataset.row_digests import row_digest
+from rollout_io.dataset.versions import row_digest
 from schemas.columns import COLUMN_BY_NAME, PICTURES
 from schemas.ragged import BoolArray, IntArray, Ragged, offsets_of
 from schemas.types import with_absent

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from rollout_io.hooks.appender import RolloutAppender
-from rollout_io.hooks.skyrl_dump import output_of
+from rollout_io.hooks.skyrl import output_of
 
 folder, dataset = sys.argv[1:]
 TEMPERATURE = 1.0  # as in your generator.sampling_params; the dump does not record it

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from rollout_io.cli.options import HintedUsageError, Number
 from rollout_io.cli.output import emit, emit_json, example, next_command, note
-from rollout_io.cli.usage import HintedUsageError, Number
 from rollout_io.terminal import columns, four_digits, printable
 from schemas.errors import InputError, count
 
@@ -135,8 +135,8 @@ def _attempts(
     from pipelines.rescoring.versions import UNSCORED, with_version
     from pipelines.statistics.attempts import attempts
     from pipelines.statistics.parting import broken_prefixes
-    from rollout_io.cli.datasets import open_valid
-    from rollout_io.dataset.returns import dataset_outcome
+    from rollout_io.cli.options import open_valid
+    from rollout_io.dataset.trajectory_facts import dataset_outcome
 
     frame = open_valid(path)
     if reward is not None:

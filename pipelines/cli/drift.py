@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rollout_io.cli.datasets import dataset_argument, workers_of, workers_options
+from rollout_io.cli.options import dataset_argument, workers_of, workers_options
 from rollout_io.cli.output import emit, emit_json, example, note, warn
 from rollout_io.retokenize.local import about_other_tokenizer, tokenizer_directory
 from rollout_io.startup import keep_pandas_out_of_arrow
@@ -57,7 +57,7 @@ def drift(
     from pipelines.drift_diagnosis.report import Report, render
     from pipelines.drift_diagnosis.retokenized import TextReading
     from pipelines.drift_diagnosis.table import diagnose_dataset
-    from rollout_io.cli.datasets import open_valid
+    from rollout_io.cli.options import open_valid
     from rollout_io.dataset.reader import read_metadata
     from rollout_io.retokenize import load_tokenizer
 

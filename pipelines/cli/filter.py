@@ -19,7 +19,7 @@ from pipelines.cli.filter_rules import (
     given,
     rule_options,
 )
-from rollout_io.cli.datasets import dataset_argument, layout_option
+from rollout_io.cli.options import dataset_argument, layout_option
 from rollout_io.cli.output import emit, emit_json, example, next_command, note, progress_bar
 from schemas.errors import InputError, count
 
@@ -126,8 +126,8 @@ class _Source:
     def decide(cls, path: str, values: Options) -> _Source:
         from pipelines.filtering.row_removal import keep_rows
         from pipelines.filtering.verdicts import apply_filters, apply_masks
-        from rollout_io.cli.datasets import open_valid
-        from rollout_io.dataset.returns import dataset_outcome
+        from rollout_io.cli.options import open_valid
+        from rollout_io.dataset.trajectory_facts import dataset_outcome
 
         frame, outcome = open_valid(path), dataset_outcome(path, values["outcome"])
         num_unscored = 0
@@ -235,7 +235,7 @@ def _with_sampling(source: _Source) -> pl.LazyFrame:
     import polars as pl
 
     from rollout_io.dataset.reader import read_metadata
-    from rollout_io.formats.parsing.sampling import sampling_extra_of
+    from rollout_io.formats.parsing.bodies import sampling_extra_of
 
     if "sampling_extra" in source.frame.collect_schema():
         return source.frame

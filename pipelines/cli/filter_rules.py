@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rollout_io.cli.usage import HintedUsageError, Number
+from rollout_io.cli.options import HintedUsageError, Number
 
 if TYPE_CHECKING:
     import polars as pl

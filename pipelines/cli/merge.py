@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rollout_io.cli.datasets import dataset_argument, layout_option, workers_of, workers_options
+from rollout_io.cli.options import dataset_argument, layout_option, workers_of, workers_options
 from rollout_io.cli.output import emit_json, example, next_command, note, progress_bar
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def merge(
     import polars as pl
 
     from pipelines.merging.merge import merge_table, unmerge_table
-    from rollout_io.cli.datasets import open_dataset
+    from rollout_io.cli.options import open_dataset
     from rollout_io.dataset.reader import read_metadata
     from rollout_io.dataset.rewriting import rewrite
     from rollout_io.dataset.sources import Sources

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from rollout_io.cli.options import Number
 from rollout_io.cli.output import emit, example, next_command, note, redraw, warn
 from rollout_io.cli.redact import pattern_option, personal_option
-from rollout_io.cli.usage import Number
 from rollout_io.terminal import is_quiet
 from schemas.errors import ConfigError, count
 from schemas.extras import requires_extra

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rollout_io.cli.datasets import dataset_argument, open_valid
+from rollout_io.cli.options import Number, dataset_argument, open_valid
 from rollout_io.cli.output import emit_json, example, next_command, note, progress_bar
-from rollout_io.cli.usage import Number
 
 if TYPE_CHECKING:
     import polars as pl
@@ -78,7 +77,7 @@ def rescore(
     """
     from pipelines.rescoring.finders import FINDERS
     from pipelines.rescoring.scorers import Scorer
-    from rollout_io.dataset.returns import dataset_outcome
+    from rollout_io.dataset.trajectory_facts import dataset_outcome
 
     if (reward is not None) + (environment is not None) + bool(findings) != 1:
         raise click.UsageError("Pass one of --reward, --environment and --findings.")

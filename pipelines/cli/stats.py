@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rollout_io.cli.datasets import dataset_argument, workers_of, workers_options
+from rollout_io.cli.options import Number, dataset_argument, workers_of, workers_options
 from rollout_io.cli.output import emit, emit_json, emit_styled, example, note
-from rollout_io.cli.usage import Number
 from rollout_io.terminal import columns, readable
 from schemas.errors import count
 
@@ -104,7 +103,7 @@ def stats(
     from pipelines.cli.stats_screen import screen
     from pipelines.statistics.findings import finding_numbers
     from rollout_io.conversion.logged_notes import conversion_notes
-    from rollout_io.dataset.first_prompts import mixed_text
+    from rollout_io.dataset.checking import mixed_text
 
     emit_styled(screen(_overview(dataset, outcome, shape, chosen)))
     for line in suspected(_suspicions(dataset, outcome)):
@@ -127,8 +126,8 @@ def _print_grouped(
     as_json: bool,
 ) -> None:
     from pipelines.statistics.grouped import grouped
-    from rollout_io.cli.datasets import open_valid
-    from rollout_io.dataset.returns import dataset_outcome
+    from rollout_io.cli.options import open_valid
+    from rollout_io.dataset.trajectory_facts import dataset_outcome
 
     if by is not None and by_quantile is not None:
         raise click.UsageError("--by and --by-quantile exclude each other.")
@@ -151,7 +150,7 @@ def _suspicions(dataset: str, outcome: Outcome | None) -> list[dict[str, Any]]:
     from pipelines.statistics.attempts import attempts
     from pipelines.statistics.differences import differences
     from rollout_io.dataset.reader import scan
-    from rollout_io.dataset.returns import dataset_outcome
+    from rollout_io.dataset.trajectory_facts import dataset_outcome
 
     frame = scan(dataset)
     if "policy_version" not in frame.collect_schema():
@@ -174,7 +173,7 @@ def _overview(
     from pipelines.statistics.grouped import tools
     from pipelines.statistics.savings import dataset_savings
     from pipelines.statistics.summary import dataset_summary
-    from rollout_io.cli.datasets import open_valid
+    from rollout_io.cli.options import open_valid
 
     frame = open_valid(dataset, workers)
     summary = dataset_summary(dataset, outcome, workers)
@@ -198,7 +197,7 @@ def dataset_numbers(
     from pipelines.statistics.metrics import read_metrics
     from pipelines.statistics.savings import dataset_savings
     from pipelines.statistics.summary import dataset_statistics
-    from rollout_io.cli.datasets import open_valid
+    from rollout_io.cli.options import open_valid
     from rollout_io.conversion.logged_notes import conversion_notes
 
     frame = open_valid(dataset, workers)

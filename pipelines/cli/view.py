@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
+from rollout_io.cli.options import HintedUsageError
 from rollout_io.cli.output import emit, example, note, warn
-from rollout_io.cli.usage import HintedUsageError
 
 EXAMPLES = example(
     "rollouts view shop/\n  rollouts view runs/shop runs/baseline\n  rollouts view ~/.claude/projects"

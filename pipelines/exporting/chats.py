@@ -9,9 +9,8 @@ from typing import Any, TypeAlias
 import pyarrow as pa
 
 from pipelines.exporting.steps import Tokens
-from rollout_io.formats.parsing.completions import calls_in
-from rollout_io.formats.parsing.content import known
-from rollout_io.formats.picture_bytes import PictureBytes
+from rollout_io.formats.exporting import PictureBytes
+from rollout_io.formats.parsing.content import calls_in, known
 from schemas.columns import JOINED
 from schemas.errors import InputError
 from schemas.messages import RETOKENIZED, is_answer, media_in

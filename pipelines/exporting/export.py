@@ -26,16 +26,17 @@ from pipelines.merging.merge import merge_table
 from pipelines.rewards import trajectory_returns
 from rollout_io.dataset.checking import checked_tables
 from rollout_io.dataset.reader import iter_tables, scan
-from rollout_io.dataset.returns import dataset_outcome
+from rollout_io.dataset.storage import PathLike
+from rollout_io.dataset.trajectory_facts import dataset_outcome
 from rollout_io.formats.exporting import (
+    IMAGES,
     Exported,
     Failed,
     Failures,
     ParquetFile,
-    PathLike,
+    PictureBytes,
     new_export,
 )
-from rollout_io.formats.picture_bytes import IMAGES, PictureBytes
 from rollout_io.redaction.tables import REDACTED
 from schemas.errors import count
 from schemas.ragged import Ragged, list_lengths

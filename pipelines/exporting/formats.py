@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from rollout_io.formats.exports import AT_LEAST, Format
 
 if TYPE_CHECKING:
-    from rollout_io.formats.exporting import Exported, Failed, PathLike
+    from rollout_io.dataset.storage import PathLike
+    from rollout_io.formats.exporting import Exported, Failed
 
 SELECTIONS = {
     "sft": ("all", "best", "best_passing", AT_LEAST),

@@ -21,9 +21,9 @@ import polars as pl
 
 from pipelines.filtering.verdicts import STEPS, Filter
 from pipelines.rewards import are_equal, is_above, is_best
-from rollout_io.dataset.returns import Fold
 from rollout_io.dataset.storage import PathLike
 from rollout_io.dataset.trajectory_conditions import TrajectoryCondition
+from rollout_io.dataset.trajectory_facts import Fold
 from schemas.columns import PICTURES
 from schemas.errors import count
 from schemas.ragged import Ragged

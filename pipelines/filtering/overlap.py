@@ -17,7 +17,7 @@ from pipelines.filtering.regions import regions, sequence_hashes
 from pipelines.filtering.verdicts import STEPS, Filter
 from pipelines.tables import Frame, as_lazy
 from rollout_io.dataset.opening import open_input
-from rollout_io.dataset.returns import joined_steps
+from rollout_io.dataset.trajectory_facts import joined_steps
 from rollout_io.formats.parsing.jsonl import decode_line, read_lines
 from rollout_io.retokenize.token_bytes import TokenBytes
 from schemas.errors import InputError

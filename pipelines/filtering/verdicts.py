@@ -16,13 +16,13 @@ import polars as pl
 from pipelines.rewards import Outcome, fold_trajectories
 from pipelines.tables import Frame, as_lazy
 from rollout_io.dataset.conditions import POLARS_ERRORS, check_columns, types_in
-from rollout_io.dataset.returns import Fold, joined_steps
 from rollout_io.dataset.trajectory_conditions import (
     TOOL_FUNCTIONS,
     TrajectoryCondition,
     decided,
     evaluate,
 )
+from rollout_io.dataset.trajectory_facts import Fold, joined_steps
 from schemas.columns import PICTURES
 from schemas.errors import ConfigError, InputError, count
 from schemas.types import with_absent

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from pipelines.generation.config import History
 from pipelines.generation.user_code import encodable
-from rollout_io.retokenize.fixed_base import BASE, fixed_base
-from rollout_io.retokenize.messages import normalize
+from rollout_io.retokenize.chat_template import normalize
+from rollout_io.retokenize.encoding import BASE, fixed_base
 from rollout_io.retokenize.tokenizer import ChatTokenizer, Tools
 from schemas.errors import InputError, count
 

@@ -22,10 +22,9 @@ import numpy as np
 
 from pipelines.generation.config import GenerateConfig
 from pipelines.generation.engines.base import Engine, Picture, pictures_by
-from rollout_io.dataset.blobs import PREFIX, Blobs
-from rollout_io.dataset.media_types import MEDIA_TYPES, extension_of
+from rollout_io.dataset.blobs import MEDIA_TYPES, PREFIX, Blobs, extension_of
 from rollout_io.formats.parsing.media import decoded, media_part
-from rollout_io.retokenize.messages import normalize
+from rollout_io.retokenize.chat_template import normalize
 from rollout_io.retokenize.processor import Expansion, spans_in
 from rollout_io.retokenize.tokenizer import PICTURE, ChatTokenizer, picture_mark
 from schemas.errors import EngineError, InputError, RolloutError

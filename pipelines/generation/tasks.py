@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_io.dataset.opening import read_input, refuse_irregular
-from rollout_io.retokenize.messages import normalize
+from rollout_io.retokenize.chat_template import normalize
 from schemas.errors import InputError
 
 _OWN = ("prompt", "instance_id", "env_class")

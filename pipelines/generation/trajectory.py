@@ -25,7 +25,7 @@ from pipelines.generation.pictures import Pictures
 from pipelines.generation.tasks import Task
 from rollout_io.dataset.blobs import Blobs
 from rollout_io.formats.base import Step
-from rollout_io.formats.parsing.sampling import sampling_extra
+from rollout_io.formats.parsing.bodies import sampling_extra
 from rollout_io.retokenize.tokenizer import ChatTokenizer, Tools
 from schemas.errors import EngineError, RolloutError
 from schemas.messages import RETOKENIZED

@@ -19,7 +19,7 @@ from pipelines.generation.engines.wrapper import Watched
 from pipelines.generation.environments import resolve
 from pipelines.generation.tasks import Task
 from pipelines.generation.user_code import in_time, without_exit
-from rollout_io.formats.parsing.sampling import sampling_extra
+from rollout_io.formats.parsing.bodies import sampling_extra
 from rollout_io.formats.skyrl_fields import ROLLOUT_METRICS, GeneratorOutput, TrajectoryID, to_json
 from rollout_io.formats.skyrl_output_columns import table_of
 from rollout_io.retokenize.tokenizer import ChatTokenizer

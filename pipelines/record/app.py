@@ -71,7 +71,7 @@ from pipelines.record.targets import (
 from pipelines.record.upstreams import MODELS, Upstreams, engine_response
 from pipelines.sampling_defaults import request_defaults
 from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.naming import split_session
+from rollout_io.formats.parsing.records import split_session
 from schemas.errors import EngineError, InputError, RolloutError
 
 _SMALL_BYTES = 1 << 20

@@ -24,7 +24,7 @@ from pipelines.generation.histories import observation_ids
 from pipelines.record.engine_requests import NULL, Asked, Fields, value_of
 from pipelines.record.sessions import Seen, Session
 from rollout_io.formats.parsing.content import known
-from rollout_io.retokenize.messages import normalize
+from rollout_io.retokenize.chat_template import normalize
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.errors import InputError, RolloutError
 

@@ -25,7 +25,7 @@ import msgspec
 from msgspec.structs import replace
 
 from rollout_io.conversion.rewards import Outcome, parse_outcome
-from rollout_io.dataset.atomic_files import sync
+from rollout_io.dataset.filesystems import sync
 from rollout_io.formats.base import Input, Place, Rejected, Run
 from rollout_io.formats.calls import find_sessions
 from rollout_io.formats.parsing.jsonl import decode_line, read_lines

@@ -24,7 +24,7 @@ from pipelines.record.sessions import ABANDONED, UNASSIGNED, Seen, Session, Sess
 from pipelines.record.settings import RecordSettings
 from pipelines.record.shards import MOST_A_SHARD, NO_CALLS, Shards, cut, ended_of, lock_dataset
 from rollout_io.conversion.rewards import Outcome, parse_outcome
-from rollout_io.dataset.atomic_files import replace_text
+from rollout_io.dataset.filesystems import replace_text
 from rollout_io.formats.parsing.bodies import Request
 from rollout_io.formats.parsing.completions import read_choices, whole_response
 from rollout_io.formats.parsing.tokens import strict_ids

@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 
 from pipelines.record.engine_responses import decoded
 from pipelines.record.settings import RecordSettings
-from rollout_io.dataset.atomic_files import sync
+from rollout_io.dataset.filesystems import sync
 from rollout_io.dataset.reader import iter_tables, read_metadata
 from rollout_io.dataset.writer import RolloutWriter
 from rollout_io.formats.base import Step
@@ -38,8 +38,7 @@ from rollout_io.formats.parsing.tokens import strict_ids
 from rollout_io.formats.parsing.witnesses import holds
 from rollout_io.redaction.literals import Literals
 from rollout_io.redaction.redact import Findings
-from rollout_io.redaction.scanned import Scanned
-from rollout_io.redaction.scanner import Rules
+from rollout_io.redaction.scanner import Rules, Scanned
 from rollout_io.redaction.tables import Redactor
 from rollout_io.retokenize.token_bytes import TokenBytes, load_token_bytes
 from schemas.errors import ConfigError, InputError, RolloutError

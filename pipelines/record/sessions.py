@@ -18,7 +18,7 @@ import numpy.typing as npt
 from rollout_io.conversion.rewards import Outcome
 from rollout_io.formats.base import Place
 from rollout_io.formats.parsing.bodies import Response
-from rollout_io.formats.parsing.naming import split_session
+from rollout_io.formats.parsing.records import split_session
 from schemas.errors import InputError
 
 UNASSIGNED = "unassigned"

@@ -24,21 +24,24 @@ from pipelines.record.redaction import (
 from pipelines.record.sessions import Session, trajectory_id
 from rollout_io.conversion import rejections
 from rollout_io.conversion.chunk import Reader, Settings, sound, tabulated
-from rollout_io.conversion.pictures import stored_in
 from rollout_io.conversion.rewards import Key, Outcome
-from rollout_io.conversion.rows import Settled
+from rollout_io.conversion.rows import Settled, stored_in
 from rollout_io.conversion.staging import rejected_path
-from rollout_io.dataset.atomic_files import writable
 from rollout_io.dataset.blobs import Blobs
+from rollout_io.dataset.filesystems import writable
 from rollout_io.dataset.locking import Destination, remove_leftovers
 from rollout_io.dataset.reader import footers, scan
 from rollout_io.dataset.storage import Location
 from rollout_io.dataset.writer import RolloutWriter
 from rollout_io.formats.base import Options, Rejected, Run
 from rollout_io.formats.calls import ADAPTER
-from rollout_io.formats.parsing.lines import INCOMPLETE, close_files, read_record
-from rollout_io.formats.parsing.naming import split_session
-from rollout_io.formats.parsing.sampling import ModelNames
+from rollout_io.formats.parsing.records import (
+    INCOMPLETE,
+    ModelNames,
+    close_files,
+    read_record,
+    split_session,
+)
 from schemas.columns import metrics_dict
 from schemas.errors import InputError, RolloutError
 from schemas.excerpts import cleaning

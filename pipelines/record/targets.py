@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 from urllib.parse import quote, unquote
 
-from rollout_io.formats.parsing.naming import split_session
+from rollout_io.formats.parsing.records import split_session
 from schemas.errors import InputError
 
 KEY_PREFIX = "sk-rollouts-"

@@ -12,9 +12,14 @@ from pipelines.merging.segments import sampled_lengths
 from pipelines.rewards import Outcome
 from pipelines.statistics.metrics import trajectories
 from pipelines.tables import Frame, as_lazy
-from rollout_io.dataset.message_facts import CALLED, count_calls, count_results, tool_calls
-from rollout_io.dataset.returns import joined_steps
 from rollout_io.dataset.trajectory_conditions import task_of
+from rollout_io.dataset.trajectory_facts import (
+    CALLED,
+    count_calls,
+    count_results,
+    joined_steps,
+    tool_calls,
+)
 from schemas.columns import TASK
 from schemas.ragged import Ragged, offsets_of, ranges
 from schemas.types import as_table, with_absent

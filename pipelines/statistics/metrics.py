@@ -17,8 +17,8 @@ from pipelines.rewards import Outcome, is_above, mean_of, trajectory_returns
 from pipelines.tables import Frame, as_lazy
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.reader import pieces, scan
-from rollout_io.dataset.returns import dataset_outcome
 from rollout_io.dataset.storage import PathLike
+from rollout_io.dataset.trajectory_facts import dataset_outcome
 from schemas.columns import METRICS_TYPE
 from schemas.numpy_arrays import to_arrow, to_frame, to_numpy
 from schemas.ragged import IntArray, Ragged, list_lengths, offsets_of

@@ -18,8 +18,8 @@ from pipelines.tables import Frame, as_lazy
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.prefix_layout import is_encoded
 from rollout_io.dataset.reader import iter_tables, pieces, scan
-from rollout_io.dataset.returns import dataset_outcome
 from rollout_io.dataset.storage import PathLike
+from rollout_io.dataset.trajectory_facts import dataset_outcome
 from schemas.columns import PICTURES
 from schemas.messages import RETOKENIZED
 from schemas.numpy_arrays import to_arrow, to_frame, to_numpy

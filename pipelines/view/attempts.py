@@ -13,8 +13,8 @@ from pipelines.view.dataset import Dataset
 from pipelines.view.responses import shortened
 from pipelines.view.runs import Run
 from pipelines.view.task_texts import first_steps
-from rollout_io.dataset.first_prompts import digest_of
-from rollout_io.dataset.message_facts import task_text
+from rollout_io.dataset.checking import digest_of
+from rollout_io.dataset.trajectory_facts import task_text
 from schemas.columns import PICTURES
 from schemas.pictures import identities
 from schemas.ragged import Ragged

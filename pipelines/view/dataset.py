@@ -25,8 +25,7 @@ from pipelines.view.row_tables import (
 from pipelines.view.short_rows import kind_of
 from pipelines.view.tokenizers import Found, Tokenizers
 from pipelines.view.trajectory_index import TrajectoryIndex
-from rollout_io.dataset.blobs import Blobs, stores_of
-from rollout_io.dataset.media_types import MEDIA_TYPES
+from rollout_io.dataset.blobs import MEDIA_TYPES, Blobs, stores_of
 from rollout_io.dataset.reader import RowReader, read_layout, read_metadata, scan
 from rollout_io.dataset.rewriting import rewrite
 from rollout_io.dataset.sources import Sources

@@ -25,7 +25,7 @@ from pipelines.view.responses import JSON, json_response
 from pipelines.view.row_tables import SHARE
 from pipelines.view.run_files import FLAGS, NUMBERS, read_tokens
 from pipelines.view.sources import Sources
-from rollout_io.dataset.atomic_files import replace_text
+from rollout_io.dataset.filesystems import replace_text
 from rollout_io.dataset.locking import destination
 from schemas.columns import TASK
 from schemas.errors import InputError, count

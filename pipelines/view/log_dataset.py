@@ -53,15 +53,13 @@ from rollout_io.conversion.browsing import (
     settings_of,
 )
 from rollout_io.conversion.opened_logs import AUTO
-from rollout_io.conversion.text import NO_TOKENS, Retokenizer
-from rollout_io.conversion.untokenized import Untokenized
+from rollout_io.conversion.text import NO_TOKENS, Retokenizer, Untokenized
 from rollout_io.dataset.blobs import Blobs
 from rollout_io.dataset.storage import Location
 from rollout_io.dataset.trajectory_conditions import COMPUTED
 from rollout_io.dataset.worker_processes import stream
-from rollout_io.formats.base import Run
+from rollout_io.formats.base import UNREAD, Run
 from rollout_io.formats.detect import HINT, find_adapter
-from rollout_io.formats.parsing.notes import UNREAD
 from rollout_io.retokenize.local import tokenizer_directory
 from schemas.columns import COLUMN_BY_NAME, TASK
 from schemas.errors import InputError, RolloutError

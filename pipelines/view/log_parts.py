@@ -15,7 +15,7 @@ from pipelines.view.log_index import At, Part
 from pipelines.view.log_table import FACTS
 from pipelines.view.short_rows import kept_columns, short_rows
 from pipelines.view.trajectory_index import TrajectoryIndex
-from rollout_io.formats.parsing.notes import added
+from rollout_io.formats.base import added
 from schemas.columns import COLUMN_BY_NAME
 from schemas.numpy_arrays import empty_table
 from schemas.ragged import IntArray

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from pipelines.tables import as_lazy
 from pipelines.turns import lanes_of
-from rollout_io.dataset.message_facts import CALLED, count_calls, tool_calls
+from rollout_io.dataset.trajectory_facts import CALLED, count_calls, tool_calls
 from schemas.messages import RETOKENIZED
 from schemas.ragged import list_lengths
 from schemas.types import with_absent

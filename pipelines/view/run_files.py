@@ -15,8 +15,8 @@ import pyarrow as pa
 
 import rollout_io
 from rollout_io.dataset.opening import read_input, refuse_irregular
-from rollout_io.dataset.row_digests import with_stored_digest
-from rollout_io.formats.parsing.naming import natural_key
+from rollout_io.dataset.versions import with_stored_digest
+from rollout_io.formats.parsing.records import natural_key
 from schemas.errors import InputError, count
 from schemas.run_metrics import LOOP_METRICS, METRICS
 from schemas.token_records import TOKENS, token_record_path, token_record_schema, token_record_steps

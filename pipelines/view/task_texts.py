@@ -5,7 +5,7 @@ from __future__ import annotations
 import polars as pl
 import pyarrow as pa
 
-from rollout_io.dataset.message_facts import task_start
+from rollout_io.dataset.trajectory_facts import task_start
 from schemas.numpy_arrays import to_frame
 
 

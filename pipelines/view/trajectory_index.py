@@ -26,9 +26,7 @@ from pipelines.view.short_rows import LENGTHS, cut_texts, kept_columns, short_ro
 from pipelines.view.task_texts import add_starts
 from rollout_io.dataset.checking import checked_tables
 from rollout_io.dataset.conditions import types_in
-from rollout_io.dataset.message_facts import CALLED, count_calls, tool_calls
 from rollout_io.dataset.reader import scan
-from rollout_io.dataset.returns import dataset_outcome, num_steps
 from rollout_io.dataset.storage import PathLike
 from rollout_io.dataset.trajectory_conditions import (
     COMPUTED,
@@ -36,6 +34,13 @@ from rollout_io.dataset.trajectory_conditions import (
     decided,
     row_values,
     trajectory_columns,
+)
+from rollout_io.dataset.trajectory_facts import (
+    CALLED,
+    count_calls,
+    dataset_outcome,
+    num_steps,
+    tool_calls,
 )
 from schemas.columns import COLUMN_BY_NAME, TASK
 from schemas.errors import ConfigError

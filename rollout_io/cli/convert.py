@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rollout_io.cli.datasets import num_converters, workers_options
 from rollout_io.cli.formats import note_failures
+from rollout_io.cli.options import num_converters, workers_options
 from rollout_io.cli.output import (
     emit_json,
     example,
@@ -291,9 +291,9 @@ def _report(
     done: Conversion, out: str, elapsed_s: float, num_bytes: int, tokenizer: str | None
 ) -> None:
     from rollout_io.conversion.staging import rejected_path
-    from rollout_io.dataset.first_prompts import mixed_text
+    from rollout_io.dataset.checking import mixed_text
     from rollout_io.formats.detect import find_adapter
-    from rollout_io.formats.parsing.sampling import MODELS
+    from rollout_io.formats.parsing.records import MODELS
 
     note(_found(done))
     if done.was_done:

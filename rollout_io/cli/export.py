@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rollout_io.cli.datasets import dataset_argument, open_valid
+from rollout_io.cli.options import dataset_argument, open_valid
 from rollout_io.cli.output import emit_json, example, note
 from rollout_io.formats.exports import export as write_export
 from rollout_io.formats.exports import formats

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rollout_io.cli.datasets import dataset_argument, open_dataset
+from rollout_io.cli.options import dataset_argument, open_dataset
 from rollout_io.cli.output import (
     emit,
     emit_json,
@@ -95,7 +95,7 @@ def inspect(
     if "" in (text, ids):
         raise click.UsageError("--find and --find-ids need something to look for.")
     if text or ids:
-        from rollout_io.cli.finding import ids_of, print_matches
+        from rollout_io.cli.trajectory_text import ids_of, print_matches
 
         if text and ids:
             raise click.UsageError("--find and --find-ids exclude each other.")
@@ -166,8 +166,8 @@ def candidates(
         ConfigError: `condition`, `known_column`: the condition is not SQL, has a type error, refers
             to an unknown column, or matches only some rows of a trajectory.
     """
-    from rollout_io.dataset.returns import dataset_outcome
     from rollout_io.dataset.trajectory_conditions import TrajectoryCondition, decided, evaluate
+    from rollout_io.dataset.trajectory_facts import dataset_outcome
 
     if where is None:
         if trajectory and len(rows_of(frame.select("trajectory_id"), [trajectory])):

@@ -25,8 +25,8 @@ from typing import Any, NoReturn
 import click
 
 from rollout_io import __version__
+from rollout_io.cli.options import UnknownVerbError, explained_usage
 from rollout_io.cli.output import kept_log, say, show_error, show_log
-from rollout_io.cli.usage import UnknownVerbError, explained_usage
 from rollout_io.plugins import Plugin, plugins
 from rollout_io.startup import HiddenPackageError, keep_torch_out_of_transformers, require_ours
 from rollout_io.terminal import silence

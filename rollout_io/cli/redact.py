@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rollout_io.cli.datasets import dataset_argument, layout_option, workers_of, workers_options
+from rollout_io.cli.options import dataset_argument, layout_option, workers_of, workers_options
 from rollout_io.cli.output import emit, emit_json, example, next_command, note, progress_bar
 from schemas.errors import count
 
@@ -81,7 +81,7 @@ def redact(
     """
     import polars as pl
 
-    from rollout_io.cli.datasets import open_dataset
+    from rollout_io.cli.options import open_dataset
     from rollout_io.redaction.redact import redact as redact_dataset
     from rollout_io.redaction.scanner import Rules
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rollout_io.cli.datasets import can_audit, dataset_argument, workers_of, workers_options
+from rollout_io.cli.options import can_audit, dataset_argument, workers_of, workers_options
 from rollout_io.cli.output import emit, emit_json, example, next_command, note
 from schemas.errors import count
 
@@ -35,8 +35,7 @@ def validate(
     """
     import polars as pl
 
-    from rollout_io.dataset.checking import check
-    from rollout_io.dataset.first_prompts import mixed_text
+    from rollout_io.dataset.checking import check, mixed_text
     from rollout_io.dataset.reader import shard_sizes
 
     chosen = workers_of(workers, engine, dataset)

@@ -34,13 +34,12 @@ from rollout_io.conversion.inputs import odd_name
 from rollout_io.conversion.opened_logs import AUTO, Opened, open_log
 from rollout_io.conversion.plan import plan_logs
 from rollout_io.conversion.rows import Settled
-from rollout_io.conversion.text import Retokenizer
-from rollout_io.conversion.untokenized import Untokenized
+from rollout_io.conversion.text import Retokenizer, Untokenized
 from rollout_io.dataset.blobs import PREFIX, Blobs
 from rollout_io.formats.base import Adapter, Options, Place, Rejected, Run, Step
 from rollout_io.formats.detect import Tell
-from rollout_io.formats.parsing.lines import INCOMPLETE
 from rollout_io.formats.parsing.media import storing
+from rollout_io.formats.parsing.records import INCOMPLETE
 from schemas.errors import InputError, RolloutError
 from schemas.metadata import DatasetMetadata
 from schemas.ragged import list_lengths

@@ -22,24 +22,26 @@ import pyarrow.compute as pc
 
 from rollout_io.conversion import rejections
 from rollout_io.conversion.joining import Recorded
-from rollout_io.conversion.pictures import stored_in
 from rollout_io.conversion.rejections import of_run, pointed
 from rollout_io.conversion.remote import named_rejection, named_table
 from rollout_io.conversion.rewards import Key, Outcome, settle
-from rollout_io.conversion.rows import Settled, table_of
-from rollout_io.conversion.slips import check_slips, note_lacks
+from rollout_io.conversion.rows import Settled, stored_in, table_of
 from rollout_io.conversion.staging import emptied
 from rollout_io.conversion.summary import Record, Summary, footer_of, refuse_unread
-from rollout_io.conversion.text import Retokenizer, check_decoded, is_of_tokenizer, with_tokens
-from rollout_io.conversion.untokenized import Untokenized
+from rollout_io.conversion.text import (
+    Retokenizer,
+    Untokenized,
+    check_decoded,
+    is_of_tokenizer,
+    with_tokens,
+)
 from rollout_io.dataset.footer import Part
 from rollout_io.dataset.writer import RolloutWriter
-from rollout_io.formats.base import Adapter, Input, Options, Rejected, Run, Trajectory
+from rollout_io.formats.base import Adapter, Input, Options, Rejected, Run, Trajectory, noted
 from rollout_io.formats.detect import find_adapter
 from rollout_io.formats.parsing.jsonl import contained
-from rollout_io.formats.parsing.lines import INCOMPLETE, close_files
-from rollout_io.formats.parsing.naming import natural_key
-from rollout_io.formats.parsing.notes import noted
+from rollout_io.formats.parsing.messages import check_slips, note_lacks
+from rollout_io.formats.parsing.records import INCOMPLETE, close_files, natural_key
 from rollout_io.formats.parsing.tokens import strict_ids
 from schemas.checker import Checker
 from schemas.errors import InvariantError, RolloutError

@@ -33,29 +33,27 @@ from rollout_io.conversion.inputs import PathLike, open_file, paths_of, refuse_c
 from rollout_io.conversion.joining import Recorded, recorded_calls
 from rollout_io.conversion.opened_logs import Log, Opened, open_log
 from rollout_io.conversion.plan import (
+    Choices,
+    Keywords,
     Plan,
     chunk_size,
     chunks_of,
+    identity_of,
     plan_logs,
+    refuse_misfits,
     refuse_nothing,
+    settings_of,
     size_of,
 )
 from rollout_io.conversion.remote import naming_errors
 from rollout_io.conversion.rewards import Key, Outcome, read_rewards
-from rollout_io.conversion.settings import (
-    Choices,
-    Keywords,
-    identity_of,
-    refuse_misfits,
-    settings_of,
-)
 from rollout_io.conversion.staging import Staging, rejected_path, spool_path
 from rollout_io.conversion.summary import Summary, finished, record_of
 from rollout_io.dataset.opening import Version
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.reader import read_metadata, refuse_mixed_types
 from rollout_io.formats.base import Input, Rejected
-from rollout_io.formats.parsing.sampling import MODELS
+from rollout_io.formats.parsing.records import MODELS
 from rollout_io.retokenize.local import tokenizer_directory
 from schemas.errors import InputError, RolloutError
 from schemas.metadata import DatasetMetadata

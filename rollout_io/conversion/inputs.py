@@ -20,12 +20,12 @@ from pathlib import Path
 import pyarrow as pa
 
 from rollout_io.conversion.remote import WEB, copy_directory, is_url, reachable, shown, url_of
-from rollout_io.dataset.atomic_files import writable
+from rollout_io.dataset.filesystems import writable
 from rollout_io.dataset.opening import Version, digest_of, open_input, standard_input
 from rollout_io.dataset.storage import Location
 from rollout_io.formats.base import Input
 from rollout_io.formats.detect import Tell, told
-from rollout_io.formats.parsing.naming import natural_key
+from rollout_io.formats.parsing.records import natural_key
 from schemas.errors import InputError
 
 STDIN = "-"

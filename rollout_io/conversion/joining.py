@@ -26,10 +26,9 @@ from rollout_io.dataset.opening import digest_of
 from rollout_io.dataset.prefix_layout import trajectory_starts
 from rollout_io.dataset.reader import RowReader, iter_tables, read_metadata
 from rollout_io.dataset.storage import SHARD_SUFFIX, Location, find_shards
-from rollout_io.formats.base import Conversation, Logged, Step, Trajectory
-from rollout_io.formats.parsing.completions import calls_in
+from rollout_io.formats.base import Conversation, Logged, Step, Trajectory, note
+from rollout_io.formats.parsing.content import calls_in
 from rollout_io.formats.parsing.messages import text_of
-from rollout_io.formats.parsing.notes import note
 from schemas.columns import JOINED, PICTURES
 from schemas.errors import InputError, count
 from schemas.messages import is_answer

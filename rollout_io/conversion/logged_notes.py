@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from rollout_io.dataset.reader import footers
 from rollout_io.dataset.storage import Paths
-from rollout_io.formats.parsing.notes import UNREAD, added
+from rollout_io.formats.base import UNREAD, added
 from schemas.metadata import CONVERSION
 
 

@@ -25,7 +25,7 @@ from rollout_io.formats.detect import (
     sort_by_format,
     unknown_format,
 )
-from rollout_io.formats.parsing.lines import close_files
+from rollout_io.formats.parsing.records import close_files
 from rollout_io.formats.start import Start
 from schemas.errors import InputError, RolloutError, count
 

@@ -15,8 +15,7 @@ from rollout_io.conversion.text import NO_TOKENS, TextAlone
 from rollout_io.dataset.opening import open_input
 from rollout_io.formats.base import Rejected, Run
 from rollout_io.formats.parsing.jsonl import WrongType
-from rollout_io.formats.parsing.lines import DUPLICATE, INCOMPLETE
-from rollout_io.formats.parsing.naming import natural_key
+from rollout_io.formats.parsing.records import DUPLICATE, INCOMPLETE, natural_key
 from schemas import errors
 from schemas.errors import InputError, RolloutError
 

@@ -23,7 +23,7 @@ from rollout_io.formats.parsing.jsonl import (
     type_error,
     without_lone_surrogates,
 )
-from rollout_io.formats.parsing.naming import SESSION_SHAPE, full_name, split_session
+from rollout_io.formats.parsing.records import SESSION_SHAPE, full_name, split_session
 from schemas.columns import COLUMN_BY_NAME, PREFIX_FIELDS
 from schemas.errors import ConfigError, InputError, RolloutError, count, raise_first
 

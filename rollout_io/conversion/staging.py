@@ -24,8 +24,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rollout_io.dataset.atomic_files import writable
 from rollout_io.dataset.blobs import Blobs, names_in_files, stores_of
+from rollout_io.dataset.filesystems import writable
 from rollout_io.dataset.footer import Part, Place
 from rollout_io.dataset.locking import destination
 from rollout_io.dataset.reader import footers

@@ -25,9 +25,8 @@ from rollout_io.conversion import rejections
 from rollout_io.dataset.footer import Place
 from rollout_io.dataset.reader import footers, scan
 from rollout_io.dataset.storage import Location
-from rollout_io.formats.base import Rejected, Run
-from rollout_io.formats.parsing.naming import is_like_label
-from rollout_io.formats.parsing.notes import UNREAD, added, unread_in
+from rollout_io.formats.base import UNREAD, Rejected, Run, added, unread_in
+from rollout_io.formats.parsing.records import is_like_label
 from schemas.errors import InputError, RolloutError
 from schemas.errors import count as _num
 from schemas.metadata import CONVERSION
@@ -55,7 +54,7 @@ class Summary:
         num_exact: Number of trajectories with token ids from an engine.
         num_compared: Number of these trajectories whose ids were compared with the text in the log.
         notes: What the logs lack, or how their text was changed, with its count
-            (`rollout_io.formats.parsing.notes`).
+            (`rollout_io.formats.base`).
         reasons: Reasons of the rejections, the most frequent first (`rejections.reasons`).
     """
 

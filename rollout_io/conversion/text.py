@@ -1,4 +1,4 @@
-"""Conversion of logged text to steps with tokens, by re-tokenization.
+"""Conversion of logged text to steps with tokens, by re-tokenization, or without, to read it before.
 
 Each answer of a conversation is trained on exactly once. Where a log has ids and text, the decoded
 ids are compared with the text, to check that the tokenizer is the right one.
@@ -9,22 +9,20 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 import numpy as np
 
 from rollout_io.conversion.joining import Recorded
-from rollout_io.conversion.pictures import entries_of, expansions_of, with_pictures
-from rollout_io.conversion.untokenized import Untokenized, json_of, step_of
+from rollout_io.conversion.rows import entries_of, expansions_of, with_pictures
 from rollout_io.dataset.opening import Version
-from rollout_io.formats.base import Completion, Conversation, Logged, Step, Trajectory
+from rollout_io.formats.base import Completion, Conversation, Logged, Step, Trajectory, note
 from rollout_io.formats.parsing.media import restored
 from rollout_io.formats.parsing.messages import text_of
-from rollout_io.formats.parsing.notes import note
 from rollout_io.formats.parsing.tokens import parse_ids, token_ids
 from rollout_io.formats.parsing.witnesses import holds, missing_word
 from rollout_io.retokenize.local import tokenizer_directory
@@ -36,6 +34,7 @@ from schemas.metadata import DatasetMetadata
 
 if TYPE_CHECKING:
     from rollout_io.retokenize import ChatTokenizer
+
 
 MEDIA_ROWS = "re-tokenized rows with images or other parts that are not text"
 MEDIA = "images and other parts that are not text, each replaced by a mark such as [image]"
@@ -83,7 +82,7 @@ class Retokenizer:
         loss_mask = np.zeros_like(encoded.loss_mask)
         for start, length in answers:
             loss_mask[start : start + length] = True
-        step = step_of(
+        step = _step_of(
             conversation,
             prompt_token_ids=encoded.prompt_token_ids,
             response_ids=encoded.response_ids,
@@ -106,7 +105,7 @@ class Retokenizer:
         """Return what stands for pictures until the messages are rendered; None without a placeholder."""
         images = [part for part in _media(conversation) if part["type"] == "image"]
         placeholder = self.tokenizer.placeholder if images else None
-        if placeholder is None or "\ufdd0" in json_of(conversation.messages):
+        if placeholder is None or "\ufdd0" in _json_of(conversation.messages):
             return None
         expansions = expansions_of(images, self.tokenizer, conversation.source)
         self.tokenizer.expansions.clear()
@@ -120,7 +119,7 @@ class Retokenizer:
         """Encode a prompt and a response without roles as one row, verbatim, without a template."""
         prompt = self._ids(text.prompt, text.source, has_special=text.has_special[0])
         response = self._ids(text.response, text.source, has_special=text.has_special[1])
-        return step_of(
+        return _step_of(
             text,
             prompt_token_ids=token_ids(prompt, "prompt", text.source),
             response_ids=token_ids(response, "response", text.source),
@@ -128,7 +127,7 @@ class Retokenizer:
         )
 
     def _ids(self, text: str, where: str, *, has_special: bool) -> list[int]:
-        from rollout_io.retokenize.literals import encode_text
+        from rollout_io.retokenize.encoding import encode_text
 
         if has_special:
             return self.tokenizer.encode([text], [where])[0]
@@ -380,3 +379,47 @@ def _other(step: Step, directory: str, decoded: str, text: str) -> InputError:
     )
     hint += "to the same call"
     return InputError("other_tokenizer", step.source, finding, "", hint)
+
+
+@dataclass(frozen=True, slots=True)
+class Untokenized:
+    """Stands in for a `Retokenizer` where there is no tokenizer: the steps have text and empty ids.
+
+    All other values are those of the conversion. A conversation has one empty segment per answer, so
+    that its turns can be counted.
+
+    Example:
+        >>> chat = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+        >>> step = Untokenized().conversation(
+        ...     Conversation(source="a:1", messages=chat, num_given=1)
+        ... )
+        >>> len(step.response_ids), step.spans
+        (0, [(0, 0)])
+    """
+
+    directory: ClassVar[str] = ""
+
+    def conversation(self, conversation: Conversation) -> Step:
+        """Return a conversation as one row."""
+        messages = conversation.messages[conversation.num_given :]
+        spans = [(0, 0) for message in messages if is_answer(message)]
+        return _step_of(conversation, spans=spans, columns=conversation.columns)
+
+    def completion(self, text: Completion) -> Step:
+        """Return a prompt and a response without roles as one row."""
+        return _step_of(text, response_text=text.response)
+
+
+_COMMON = [f.name for f in fields(Completion) if f.name in Step.__struct_fields__]
+
+
+def _step_of(logged: Conversation | Completion, **values: Any) -> Step:
+    """Return the step of a logged text: what both have, and these values."""
+    sent = logged.messages if isinstance(logged, Conversation) else logged.prompt
+    common = {name: getattr(logged, name) for name in _COMMON}
+    return Step(**common, **values, token_source=RETOKENIZED, messages=_json_of(sent))
+
+
+def _json_of(sent: Sequence[Mapping[str, Any]] | str) -> str:
+    """Return messages, or a prompt, as JSON."""
+    return msgspec.json.encode(sent).decode()

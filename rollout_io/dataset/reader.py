@@ -1,4 +1,4 @@
-"""Readers of rollout datasets: tables of complete trajectories, Polars, Hugging Face."""
+"""Readers of rollout datasets: tables of complete trajectories, Polars, Hugging Face (and back)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import difflib
 import posixpath
 from collections.abc import Iterable, Iterator, Sequence
 from threading import Lock
+from typing import Any
 
 import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from rollout_io.dataset.polars_sources import lazy_frame
+from rollout_io.dataset.polars_sources import Rows, lazy_frame
 from rollout_io.dataset.prefix_layout import decode_prefixes, trajectory_starts
 from rollout_io.dataset.shard_files import (
     Shard,
@@ -23,10 +24,12 @@ from rollout_io.dataset.shard_files import (
 )
 from rollout_io.dataset.storage import Location, Paths, find_datasets, find_shards, joined
 from schemas.checker import DECODE_COLUMNS, check_references, misnamed_columns, raise_errors
-from schemas.errors import ConfigError, InvariantError
+from schemas.errors import ConfigError, InputError, InvariantError
+from schemas.extras import requires_extra
 from schemas.metadata import DatasetMetadata, Layout, layout_of
 from schemas.numpy_arrays import empty_table, to_arrow
 from schemas.ragged import IntArray, offsets_of
+from schemas.types import as_table, cast_table
 
 
 def scan(path: Paths) -> pl.LazyFrame:
@@ -341,3 +344,73 @@ def _align(
         rest = whole.slice(cut)
     if rest is not None and rest.num_rows:
         yield rest.select(names)
+
+
+_BATCH_ROWS = 1024
+
+
+def to_hf(data: Paths | Rows, *, streaming: bool = False) -> Any:
+    """Return the logical table as a `datasets.Dataset`, or an `IterableDataset` that reads as it goes.
+
+    Args:
+        data: A dataset, or a frame.
+        streaming: Return an `IterableDataset`, which has a shard for each piece of the dataset, for the
+            workers of a `DataLoader`.
+
+    Raises:
+        MissingExtra: `extra_installed`: the `datasets` package is not installed.
+
+    Example:
+        >>> next(iter(to_hf("rollouts/", streaming=True)))["trajectory_id"]
+        'shop-0_0'
+    """
+    with requires_extra("hf", "to_hf"):
+        from datasets import Dataset, DatasetInfo, Features, IterableDataset
+        from datasets.iterable_dataset import ArrowExamplesIterable
+        from datasets.table import InMemoryTable
+    table = as_table(data) if isinstance(data, Rows) else None
+    if not streaming:
+        return Dataset(InMemoryTable(read(data) if table is None else table))
+    parts = [*pieces(data)] if table is None else [table]
+    schema = next(iter_tables(data)).schema if table is None else table.schema
+    info = DatasetInfo(features=Features.from_arrow_schema(schema.remove_metadata()))
+    # Rows that a generator yields one by one would lose their types, and be slower by far.
+    return IterableDataset(ArrowExamplesIterable(_decoded_tables, {"parts": parts}), info=info)
+
+
+def _decoded_tables(parts: list[Any]) -> Iterator[tuple[str, pa.Table]]:
+    for number, part in enumerate(parts):
+        for i, table in enumerate(iter_tables(part) if isinstance(part, str) else [part]):
+            yield f"{number}-{i}", table.replace_schema_metadata()
+
+
+def from_hf(dataset: Any) -> pl.LazyFrame:
+    """Return the rows of a `datasets.Dataset` or `IterableDataset` as a rollout table, as they are read.
+
+    Declared columns get their declared types. Write the frame with `RolloutWriter`, which checks it.
+
+    Raises:
+        InputError: `hf_dataset`: it has several splits, or a stream does not know its columns.
+
+    Example:
+        >>> from_hf(to_hf("rollouts/")).collect().equals(scan("rollouts/").collect())
+        True
+    """
+    features: Any = getattr(dataset, "features", None)
+    if not hasattr(features, "arrow_schema"):
+        finding = (
+            f"the splits {', '.join(dataset)}" if isinstance(dataset, dict) else "no known columns"
+        )
+        hint = (
+            "choose a split, such as dataset['train'], and give a stream its features with `cast`"
+        )
+        raise InputError("hf_dataset", "dataset", finding, "a Dataset or IterableDataset", hint)
+
+    def frames(names: list[str], predicate: pl.Expr | None) -> Iterator[pl.DataFrame]:
+        del names, predicate  # `lazy_frame` applies both
+        for batch in dataset.with_format(None).iter(_BATCH_ROWS):
+            table = pa.Table.from_pydict(dict(batch), schema)
+            yield to_polars(cast_table(table))
+
+    schema = features.arrow_schema.remove_metadata()
+    return lazy_frame(frames, to_polars(cast_table(empty_table(schema))).schema)

@@ -21,8 +21,8 @@ from rollout_io.dataset.checking import (
     structure_of,
     validate,
 )
+from rollout_io.dataset.filesystems import LocalFiles
 from rollout_io.dataset.footer import Part
-from rollout_io.dataset.local_files import LocalFiles
 from rollout_io.dataset.opening import digest_of
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.reader import pieces, read_layout

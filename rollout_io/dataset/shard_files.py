@@ -1,4 +1,10 @@
-"""Parquet files of a dataset, each opened only while it is read, and checked on opening."""
+"""Parquet files of a dataset, each opened only while it is read, and checked on opening.
+
+The names of their directories may add columns, `DS/run=a/part-00000.parquet` (Hive partitions). PyArrow and
+Polars read them too, but each its own way: `run=01` becomes 1, a directory without a column becomes null or
+disappears with its column, and `run=a/run=b` is accepted. Importing `pyarrow.dataset` takes longer than all
+other imports of a verb.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +12,23 @@ import base64
 import binascii
 import os
 import posixpath
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import groupby
 from types import MappingProxyType
 from typing import Any
+from urllib.parse import unquote
 
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rollout_io.dataset.footer import Place, refuse_incomplete, verify
-from rollout_io.dataset.id_filters import row_groups_with
+from rollout_io.dataset.footer import Place, refuse_incomplete, row_groups_with, verify
 from rollout_io.dataset.opening import refuse_irregular, too_many_open_files
-from rollout_io.dataset.partitions import partition_fields, partition_values, with_partition
 from rollout_io.dataset.prefix_layout import decode_prefixes
 from rollout_io.dataset.sources import State, changed, state_of
-from rollout_io.dataset.storage import DatasetFiles, Location, Paths, find_datasets
+from rollout_io.dataset.storage import PARTITION_HINT, DatasetFiles, Location, Paths, find_datasets
 from schemas.checker import DECODE_COLUMNS, check_references, raise_errors, unreadable_text
 from schemas.columns import COLUMN_BY_NAME, PREFIX_FIELDS
 from schemas.errors import InputError, InvariantError, first_of
@@ -51,9 +57,10 @@ class Shard:
         self.state = state_of(location.path) if location.is_local else None
         self.num_rows: int = file.metadata.num_rows
         self.pairs = file.metadata.metadata or {}
-        empty = upgraded(empty_table(file.schema_arrow.remove_metadata()), self.pairs)
+        stored = empty_table(file.schema_arrow.remove_metadata())
+        empty = upgrade(stored, version_of(self.pairs))
         self._stored = dict(zip(empty.column_names, file.schema_arrow.names, strict=True))
-        added = [f for f in partition_fields(partition) if f.name not in self._stored]
+        added = [f for f in _partition_fields(partition) if f.name not in self._stored]
         self.names = [*empty.column_names, *(f.name for f in added)]
         self.encoded = _is_encoded(self.names)
         self.aligned = self.encoded or layout_of(self.pairs) is not None
@@ -67,7 +74,7 @@ class Shard:
 
         Args:
             location: Path of the file.
-            partition: Columns in the names of its directories (`partition_values`).
+            partition: Columns in the names of its directories (`_partition_values`).
         """
         key = location, state_of(location.path) if location.is_local else None
         if key[1] is not None and not partition and (shard := _kept.get(key)) is not None:
@@ -99,7 +106,7 @@ class Shard:
         """Yield row groups in their stored layout, upgraded to the current schema version.
 
         Row groups in which no row satisfies `predicate` are skipped. If it limits the ids, most are
-        skipped without being read (`rollout_io.dataset.id_filters`). List and string columns have
+        skipped without being read (`rollout_io.dataset.footer`). List and string columns have
         plain types, even if the file has large or view types.
 
         Raises:
@@ -150,12 +157,12 @@ class Shard:
             stored = table.select(indices)
             if indices:  # without columns, the number of rows would be lost
                 stored = stored.replace_schema_metadata(None)
-            table = plain_table(upgraded(stored, self.pairs))
+            table = plain_table(upgrade(stored, version_of(self.pairs)))
             if is_checked:
                 raise_errors(unreadable_text(table), self.location.path)
         values = {name: value for name, value in self._partition.items() if name in names}
         where = f"{self.location.path}, row group {index}"
-        return with_partition(table, values, where) if values else table
+        return _with_partition(table, values, where) if values else table
 
     def _keeps_some(self, file: pq.ParquetFile, index: int, predicate: pl.Expr) -> bool:
         names = predicate.meta.root_names()
@@ -202,7 +209,7 @@ def open_shards(path: Paths) -> list[Shard]:
 
 
 def _opened(dataset: DatasetFiles) -> list[Shard]:
-    values = partition_values(dataset.shards)
+    values = _partition_values(dataset.shards)
     shards = [Shard.open(*pair) for pair in zip(dataset.shards, values, strict=True)]
     if dataset.shards[0].root is not None:
         common_metadata(shards)
@@ -252,11 +259,6 @@ def common_metadata(shards: Sequence[Shard]) -> DatasetMetadata:
     if differs := [path for path in returns if returns[path] != returns[first]]:
         raise contradictory(f"{first} and {differs[0]}", "outcome")
     return common(metadata_of, {"tokenizer_fingerprint", "logprobs_mode", "vocab_size"})
-
-
-def upgraded(table: pa.Table, pairs: dict[bytes, bytes]) -> pa.Table:
-    """Upgrade a table to the current schema version."""
-    return upgrade(table, version_of(pairs))
 
 
 @contextmanager
@@ -349,3 +351,98 @@ def to_polars(table: pa.Table) -> pl.DataFrame:
     frame = pl.from_arrow(table)
     assert isinstance(frame, pl.DataFrame)
     return frame
+
+
+_NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
+_PARTITION_NUMBER = re.compile(r"0|-?[1-9]\d{0,17}")
+
+
+def _partition_values(shards: Sequence[Location]) -> list[dict[str, pa.Scalar]]:
+    """Return the partition columns in the path of each shard (`run=7/`), with their values.
+
+    A column of the rollout table has its declared type. Any other column is int64 if all its values
+    in the dataset are integers without leading zeros, else string.
+    """
+    texts_of = [_texts(shard) for shard in shards]
+    every = texts_of
+    if len(shards) == 1 and shards[0].root is not None:  # one shard of a partitioned dataset
+        root = Location(shards[0].fs, shards[0].root)
+        every = [_texts(Location(root.fs, path, root.path)) for path in root.partitions()]
+    for shard, texts in zip(shards, texts_of, strict=True):
+        if [*texts] != [*every[0]]:
+            finding = f"the directories name the columns {', '.join(texts)}"
+            raise _misplaced(shard, f"{finding}, but other directories name {', '.join(every[0])}")
+    types = {name: _type_of(name, [texts.get(name) for texts in every]) for name in every[0]}
+    return [
+        {name: _value(shard, name, text, types[name]) for name, text in texts.items()}
+        for shard, texts in zip(shards, texts_of, strict=True)
+    ]
+
+
+def _with_partition(table: pa.Table, values: Mapping[str, pa.Scalar], where: str) -> pa.Table:
+    """Append columns that have the same value in all rows.
+
+    If the file already has such a column, all its values must equal that value.
+    """
+    for name, value in values.items():
+        if name not in table.column_names:
+            table = table.append_column(name, pa.repeat(value, table.num_rows))
+        elif not _holds_only(table.column(name), value):
+            finding = f"column {name!r} has a value that differs from the directory {name}={value}"
+            hint = "rename the directory, or drop the column from the file"
+            raise InvariantError("columns_and_types", where, finding, "", hint)
+    return table
+
+
+def _partition_fields(values: Mapping[str, pa.Scalar]) -> list[pa.Field]:
+    """Return the fields of partition columns."""
+    declared = {name: COLUMN_BY_NAME.get(name) for name in values}
+    nullable = {name: column is None or column.nullable for name, column in declared.items()}
+    return [pa.field(name, value.type, nullable[name]) for name, value in values.items()]
+
+
+def _holds_only(column: pa.ChunkedArray, value: pa.Scalar) -> bool:
+    try:
+        expected = value.cast(column.type)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        return False
+    return bool(column.equals(pa.chunked_array([pa.repeat(expected, len(column))])))
+
+
+def _texts(shard: Location) -> dict[str, str | None]:
+    """Parse the `COLUMN=VALUE` directories in a shard's path below the dataset's root."""
+    folders = [] if shard.root is None else shard.path.removeprefix(shard.root).split("/")[1:-1]
+    pairs = [tuple(_decoded(shard, text) for text in folder.split("=", 1)) for folder in folders]
+    texts = {name: None if text == _NULL_PARTITION else text for name, text in pairs}
+    if len(texts) < len(pairs):
+        raise _misplaced(shard, f"the directories name a column twice: {', '.join(folders)}")
+    return texts
+
+
+def _decoded(shard: Location, text: str) -> str:
+    try:
+        text.encode()
+        return unquote(text, errors="strict")
+    except UnicodeError:
+        raise _misplaced(shard, f"the directory name {text!a} is not UTF-8") from None
+
+
+def _type_of(name: str, texts: Sequence[str | None]) -> pa.DataType:
+    column = COLUMN_BY_NAME.get(name)
+    if column is not None and column.type is not None:
+        return column.type
+    present = [text for text in texts if text is not None]
+    is_integer = bool(present) and all(_PARTITION_NUMBER.fullmatch(text) for text in present)
+    return pa.int64() if is_integer else pa.string()
+
+
+def _value(shard: Location, name: str, text: str | None, kind: pa.DataType) -> pa.Scalar:
+    try:
+        return pa.scalar(text, pa.string()).cast(kind)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        finding = f"the directory {name}={text} is not a value of type {kind}"
+        raise _misplaced(shard, finding) from None
+
+
+def _misplaced(shard: Location, got: str) -> InvariantError:
+    return InvariantError("columns_and_types", shard.path, got, "", PARTITION_HINT)

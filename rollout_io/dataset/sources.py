@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from rollout_io.dataset.local_files import LocalFiles
+from rollout_io.dataset.filesystems import LocalFiles
 from rollout_io.dataset.storage import Location, Paths, find_shards
 from schemas.errors import InputError
 

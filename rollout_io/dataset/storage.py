@@ -12,10 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollout_io.dataset.atomic_files import settle, settle_new
-from rollout_io.dataset.local_files import LocalFiles, local_path
+from rollout_io.dataset.filesystems import LocalFiles, RemoteFiles, local_path, settle, settle_new
 from rollout_io.dataset.opening import missing_hint
-from rollout_io.dataset.remote_files import RemoteFiles
 from schemas.errors import InputError, InvariantError, count
 
 PathLike = str | os.PathLike[str]
@@ -44,7 +42,7 @@ class Location:
     """A path on a filesystem.
 
     Attributes:
-        root: Directory of the dataset if it is partitioned (`rollout_io.dataset.partitions`);
+        root: Directory of the dataset if it is partitioned (`rollout_io.dataset.shard_files`);
             otherwise None.
     """
 

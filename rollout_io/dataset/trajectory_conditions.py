@@ -32,15 +32,18 @@ from rollout_io.dataset.conditions import (
     refused,
     types_in,
 )
-from rollout_io.dataset.message_facts import CALLED, count_calls, task_start, tool_calls
-from rollout_io.dataset.returns import (
+from rollout_io.dataset.storage import PathLike
+from rollout_io.dataset.trajectory_facts import (
+    CALLED,
     Fold,
+    count_calls,
     earned_reward,
     fold_return,
     num_sampled_tokens,
     num_steps,
+    task_start,
+    tool_calls,
 )
-from rollout_io.dataset.storage import PathLike
 from rollout_io.dataset.versions import count_findings
 from schemas.columns import TASK
 from schemas.errors import ConfigError, count

@@ -12,10 +12,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rollout_io.dataset.atomic_files import writable
 from rollout_io.dataset.blobs import Blobs, carry, names_in
-from rollout_io.dataset.footer import Part, Place, Places, seal
-from rollout_io.dataset.id_filters import IdFilters
+from rollout_io.dataset.filesystems import writable
+from rollout_io.dataset.footer import IdFilters, Part, Place, Places, seal
 from rollout_io.dataset.locking import Destination, mark_alive, remove_leftovers
 from rollout_io.dataset.prefix_layout import encode_prefixes, trajectory_starts
 from rollout_io.dataset.storage import (
@@ -79,7 +78,7 @@ class RolloutWriter:
 
     Raises:
         InputError: `out_is_free`: the path already contains a dataset, and `append` is false or the
-            dataset is partitioned (`rollout_io.dataset.partitions`); or `append` is false and another
+            dataset is partitioned (`rollout_io.dataset.shard_files`); or `append` is false and another
             process is writing to the path.
         ValidationError: From `write` or `close`; everything written is removed.
 

@@ -36,19 +36,19 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.engines.records import Records, is_object_with
-from rollout_io.formats.parsing.bodies import NO_JSON, Answer, Int32, Request, Usage
+from rollout_io.formats.parsing.bodies import Answer, Int32, Request, Usage
 from rollout_io.formats.parsing.completions import read_choices
-from rollout_io.formats.parsing.content import filled, known
+from rollout_io.formats.parsing.content import NO_JSON, filled, known
 from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.lines import (
+from rollout_io.formats.parsing.records import (
     DUPLICATE,
+    ModelNames,
     incomplete,
+    label,
     named_in,
     read_record,
     refuse_repeated,
 )
-from rollout_io.formats.parsing.naming import label
-from rollout_io.formats.parsing.sampling import ModelNames
 from rollout_io.formats.parsing.tokens import (
     logprob_array,
     num_ids,

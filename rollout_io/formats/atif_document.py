@@ -27,15 +27,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from rollout_io.dataset.opening import read_input
-from rollout_io.formats.contents import Contents, account
+from rollout_io.formats.base import note
 from rollout_io.formats.contexts import Contexts, Item
 from rollout_io.formats.dialects.responses import TEXTS
-from rollout_io.formats.grammar import ITSELF, Grammar, inner
+from rollout_io.formats.grammar import ITSELF, Contents, Grammar, account, inner
 from rollout_io.formats.parsing.content import NO_JSON, Message
 from rollout_io.formats.parsing.jsonl import decode_line, read_document
 from rollout_io.formats.parsing.messages import read_message
 from rollout_io.formats.parsing.model_calls import EMPTY
-from rollout_io.formats.parsing.notes import note
 from schemas.errors import InputError
 from schemas.messages import is_answer
 

@@ -4,12 +4,19 @@ An `Adapter` is registered as an entry point of the group `rollout_io.formats`, 
 `rollouts convert --format`. It locates the runs of a log in a quick pass (`find`) and reads them
 one at a time (`read`). The conversion does the rest: order, groups, rewards, re-tokenization,
 checks, rejected records, files, processes, resuming.
+
+A reader notes what a log lacks or how its text was changed (`note`); the conversion collects the notes of
+each run with `noted`, and the summary adds them up. Outside of `noted`, a note has no effect. Notes whose
+name begins with `UNREAD` count content that a reader does not know (`grammar`).
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -23,7 +30,7 @@ from rollout_io.configuration import Count, out_of_bounds
 from schemas.errors import ConfigError, InputError, RolloutError
 
 if TYPE_CHECKING:
-    from rollout_io.formats.contents import Contents
+    from rollout_io.formats.grammar import Contents
     from rollout_io.formats.start import Start
 
 
@@ -341,3 +348,66 @@ class Adapter:
     is_agent: bool = False
     is_own: bool = False
     contents: Contents | None = None
+
+
+UNREAD = "unread: "
+OTHER = "..."
+_MAX_UNREAD = 100
+
+_NOTES: ContextVar[Counter[str] | None] = ContextVar("notes", default=None)
+
+
+@contextmanager
+def noted() -> Iterator[Counter[str]]:
+    """Collect the notes that are made in this block."""
+    counts: Counter[str] = Counter()
+    token = _NOTES.set(counts)
+    try:
+        yield counts
+    finally:
+        _NOTES.reset(token)
+
+
+def note(what: str, number: int = 1) -> None:
+    """Add to the count of a note; nothing is added for 0."""
+    notes = _NOTES.get()
+    if notes is not None and number:
+        notes[what] += number
+
+
+def note_run(what: str) -> None:
+    """Add the current run to the count of a note, once for all its records."""
+    notes = _NOTES.get()
+    if notes is not None:
+        notes[what] = 1
+
+
+def note_unread(name: str) -> None:
+    """Count content that the reader does not know; beyond 100 names, all others count as one."""
+    notes = _NOTES.get()
+    if notes is None:
+        return
+    _count(notes, UNREAD + name, 1)
+
+
+def added(notes: Mapping[str, int], more: Mapping[str, int]) -> dict[str, int]:
+    """Return the sums of two sets of notes, with the same limit on names as in `note_unread`."""
+    total = dict(notes)
+    for what, number in more.items():
+        _count(total, what, number)
+    return total
+
+
+def _count(notes: dict[str, int], what: str, number: int) -> None:
+    if what.startswith(UNREAD) and what not in notes:
+        num_names = sum(key.startswith(UNREAD) for key in notes)
+        what = what if num_names < _MAX_UNREAD else UNREAD + OTHER
+    notes[what] = notes.get(what, 0) + number
+
+
+def unread_in(notes: Mapping[str, int]) -> dict[str, int]:
+    """Return the counts of unknown content among notes, by name, the most frequent first."""
+    entries = [
+        (what.removeprefix(UNREAD), n) for what, n in notes.items() if what.startswith(UNREAD)
+    ]
+    return dict(sorted(entries, key=lambda entry: (entry[0] == OTHER, -entry[1], entry[0])))

@@ -41,25 +41,29 @@ from rollout_io.formats.base import (
     Run,
     Step,
     Trajectory,
+    note,
 )
 from rollout_io.formats.dialects.bodies import answers_of, prompt_of
-from rollout_io.formats.parsing.bodies import NO_JSON, Answer, Int32, Request, Response
+from rollout_io.formats.parsing.bodies import Answer, Int32, Request, Response
 from rollout_io.formats.parsing.completions import read_choices, whole_response
+from rollout_io.formats.parsing.content import NO_JSON
 from rollout_io.formats.parsing.jsonl import decode_line, refuse_not_utf8
-from rollout_io.formats.parsing.lines import lines_of, named_in, read_record, without_copies
 from rollout_io.formats.parsing.model_calls import EMPTY, Call, conversations_of
-from rollout_io.formats.parsing.naming import (
+from rollout_io.formats.parsing.records import (
     TASK_LABELS,
+    ModelNames,
     is_name,
     label,
+    lines_of,
+    named_in,
     natural_key,
     note_unread_labels,
     numbers,
+    read_record,
     split_session,
     unread_labels,
+    without_copies,
 )
-from rollout_io.formats.parsing.notes import note
-from rollout_io.formats.parsing.sampling import ModelNames
 from rollout_io.formats.parsing.tokens import num_ids
 from rollout_io.formats.start import Start
 from schemas.errors import InputError, InvariantError, RolloutError

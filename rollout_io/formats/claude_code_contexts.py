@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from rollout_io.formats.base import note
 from rollout_io.formats.claude_code_lines import (
     Answer,
     ApiMessage,
@@ -52,7 +53,6 @@ from rollout_io.formats.dialects.anthropic import messages_of
 from rollout_io.formats.engines.sessions import Line
 from rollout_io.formats.grammar import Grammar
 from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.notes import note
 from schemas.errors import InputError
 
 MAIN, SIDECHAIN = "main", "sidechain"

@@ -19,6 +19,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
+from rollout_io.formats.base import note
 from rollout_io.formats.dialects.anthropic import BLOCKS, MESSAGE
 from rollout_io.formats.engines.sessions import Names
 from rollout_io.formats.grammar import ITSELF, inner
@@ -32,8 +33,7 @@ from rollout_io.formats.parsing.content import (
     raw_of,
 )
 from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.lines import named_in
-from rollout_io.formats.parsing.notes import note
+from rollout_io.formats.parsing.records import named_in
 
 SPOKEN = frozenset({"user", "assistant"})
 QUEUED = "queued_command"

@@ -27,7 +27,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from rollout_io.formats.base import Options, Place, Run, Trajectory
+from rollout_io.formats.base import Options, Place, Run, Trajectory, note
 from rollout_io.formats.contexts import SUMMARIES, Contexts
 from rollout_io.formats.dialects import frameworks, responses
 from rollout_io.formats.engines.records import Records, joined
@@ -35,9 +35,8 @@ from rollout_io.formats.engines.sessions import GROUPS
 from rollout_io.formats.grammar import inner
 from rollout_io.formats.parsing.content import raw_of
 from rollout_io.formats.parsing.jsonl import decode_document, decode_line
-from rollout_io.formats.parsing.lines import read_record
 from rollout_io.formats.parsing.messages import MESSAGE, PARTS, read_messages
-from rollout_io.formats.parsing.notes import note
+from rollout_io.formats.parsing.records import read_record
 
 _PARTS = PARTS.plus(
     reads={
@@ -115,9 +114,7 @@ class _Origin(msgspec.Struct, gc=False):
     agent: str | None = msgspec.field(default=None, name="subagent")
 
 
-class Document(msgspec.Struct, gc=False):
-    """A task."""
-
+class _Document(msgspec.Struct, gc=False):
     messages: Annotated[list[msgspec.Raw], inner(_MESSAGE)]
     system_prompt: str | None = None
     version: int | None = None
@@ -131,20 +128,20 @@ class Document(msgspec.Struct, gc=False):
 
 
 _MARKS = msgspec.json.Decoder(_Marks)
-_DOCUMENT = msgspec.json.Decoder(Document)
+_DOCUMENT = msgspec.json.Decoder(_Document)
 _ANY = msgspec.json.Decoder()
 _TYPED = re.compile(r'<user_input mode="[^"]*">(.*)</user_input>', re.DOTALL)
 _FILE = '<file_content path="{}">\n{}\n</file_content>'
 
 
-def run_of(document: Document, place: Place) -> Run:
+def run_of(document: _Document, place: Place) -> Run:
     """Return the run of a document, named by its session or by the directory of the task."""
     path = Path(place.where)
     name = document.session_id or path.parent.name or path.stem
     return Run(instance_id=name, repetition_id=0, places=[place], labels={"session": name})
 
 
-def read(document: Document, run: Run, _: Options) -> Trajectory:
+def read(document: _Document, run: Run, _: Options) -> Trajectory:
     """Read the contexts of a task, and of its sub-agents."""
     main = Contexts()
     for i, place in enumerate(run.places):
@@ -154,7 +151,7 @@ def read(document: Document, run: Run, _: Options) -> Trajectory:
     return Trajectory(steps=main.steps(), user_values={"model": main.model} if main.model else {})
 
 
-def _say(document: Document, path: str, log: Contexts) -> None:
+def _say(document: _Document, path: str, log: Contexts) -> None:
     log.system = document.system_prompt
     marks_of: dict[str, _Marks] = {}
     thought = ""
@@ -220,7 +217,7 @@ def _is_part(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("type"), str)
 
 
-def _document(place: Place) -> Document:
+def _document(place: Place) -> _Document:
     return decode_document(_DOCUMENT, read_record(place), place.where)
 
 
@@ -253,7 +250,7 @@ def _is_message(value: Any) -> bool:
 
 
 ADAPTER = Records(
-    records={"": Document},
+    records={"": _Document},
     leaves=_LEAVES,
     bare="messages",
     run=run_of,

@@ -26,6 +26,7 @@ from typing import Any
 
 import msgspec
 
+from rollout_io.formats.base import note
 from rollout_io.formats.contexts import LOST, SUMMARIES, Contexts, Said
 from rollout_io.formats.dialects.responses import (
     Item,
@@ -37,7 +38,6 @@ from rollout_io.formats.dialects.responses import (
 )
 from rollout_io.formats.engines.sessions import Base, Line, Names, Sessions
 from rollout_io.formats.parsing.content import bad_message, canonical_json
-from rollout_io.formats.parsing.notes import note
 from rollout_io.formats.start import like
 from schemas.errors import InputError
 

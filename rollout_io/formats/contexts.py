@@ -28,10 +28,9 @@ from operator import eq
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from rollout_io.formats.base import Conversation, Logged
+from rollout_io.formats.base import Conversation, Logged, note
+from rollout_io.formats.engines.runs import COPIED, digest
 from rollout_io.formats.parsing.content import Message
-from rollout_io.formats.parsing.forks import COPIED, digest
-from rollout_io.formats.parsing.notes import note
 from schemas.errors import InputError
 from schemas.messages import is_answer
 

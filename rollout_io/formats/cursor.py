@@ -16,11 +16,10 @@ from typing import Annotated, Any
 
 import msgspec
 
-from rollout_io.formats.contents import Contents
 from rollout_io.formats.contexts import Contexts
 from rollout_io.formats.dialects import anthropic
 from rollout_io.formats.engines.sessions import Line, Names, Sessions
-from rollout_io.formats.grammar import inner
+from rollout_io.formats.grammar import Contents, inner
 from rollout_io.formats.parsing.content import Part
 from rollout_io.formats.start import like
 
@@ -50,9 +49,7 @@ class _Message(msgspec.Struct, gc=False):
     content: Annotated[str | list[Part] | None, inner(_BLOCKS)] = None
 
 
-class Record(msgspec.Struct, gc=False):
-    """A message."""
-
+class _Record(msgspec.Struct, gc=False):
     role: str | None = None
     message: _Message | None = None
     model: str | None = None
@@ -103,7 +100,7 @@ def names(path: Path, _: Sequence[Any]) -> Names:
 ADAPTER = Sessions(
     kind="type",
     default="transcript",
-    records=dict.fromkeys(("transcript", "user", "assistant"), Record),
+    records=dict.fromkeys(("transcript", "user", "assistant"), _Record),
     leaves=_LEAVES,
     names=names,
     read=read,

@@ -2,7 +2,7 @@
 
 Formats are entry points of the group `rollout_io.formats`, each an `Adapter`. If one fails to load,
 the others are still available, and the error is reported. Formats that are detected only so that
-the error can suggest an alternative are in `rollout_io.formats.refused`. Inputs that match no format
+the error can suggest an alternative are in `rollout_io.formats.unrecognized`. Inputs that match no format
 are explained: empty files, pickles, and parts of a Harbor job.
 """
 
@@ -18,12 +18,10 @@ import msgspec
 
 from rollout_io.dataset.opening import open_input, refuse_irregular
 from rollout_io.formats.base import Adapter
-from rollout_io.formats.contents import Coverage
-from rollout_io.formats.damage import damage_in
-from rollout_io.formats.own_logs import look
+from rollout_io.formats.grammar import Coverage
 from rollout_io.formats.parsing.jsonl import read_document, refuse_lfs_pointer
-from rollout_io.formats.refused import REFUSED
 from rollout_io.formats.start import Start
+from rollout_io.formats.unrecognized import REFUSED, damage_in, look
 from rollout_io.plugins import Plugin, plugins
 from schemas.errors import ConfigError, InputError, RolloutError
 

@@ -16,12 +16,12 @@ from typing import Annotated, Any
 
 import msgspec
 
+from rollout_io.formats.base import note
 from rollout_io.formats.contexts import Contexts
 from rollout_io.formats.dialects import anthropic
 from rollout_io.formats.engines.sessions import Line, Names, Sessions
 from rollout_io.formats.grammar import inner
 from rollout_io.formats.parsing.content import Content
-from rollout_io.formats.parsing.notes import note
 from rollout_io.formats.start import like
 
 COMPACTED = "compactions: the log does not say what they kept, so all messages are read"
@@ -46,17 +46,13 @@ class _Message(msgspec.Struct, gc=False):
     content: Annotated[Content, inner(anthropic.BLOCKS)] = None
 
 
-class Spoken(msgspec.Struct, gc=False, rename="camel"):
-    """A message."""
-
+class _Spoken(msgspec.Struct, gc=False, rename="camel"):
     id: str | None = None
     parent_id: str | None = None
     message: _Message | None = None
 
 
-class Error(msgspec.Struct, gc=False):
-    """Why the run failed."""
-
+class _Error(msgspec.Struct, gc=False):
     message: str | None = None
 
 
@@ -67,12 +63,12 @@ def read(lines: Iterator[Line], log: Contexts) -> None:
         match record:
             case Start(id=str(key)):
                 log.say([], where, key)
-            case Spoken(message=_Message() as message):
+            case _Spoken(message=_Message() as message):
                 if record.id:
                     log.follow(record.parent_id)
                 key = record.id if record.id and log.find(record.id) is None else where
                 log.say(anthropic.messages_of(message.role, message.content, where), where, key)
-            case Error():
+            case _Error():
                 log.error = record.message or "error"
 
 
@@ -84,7 +80,7 @@ def names(path: Path, first: Sequence[Any]) -> Names:
 
 ADAPTER = Sessions(
     kind="type",
-    records={"session_start": Start, "message": Spoken, "error": Error},
+    records={"session_start": Start, "message": _Spoken, "error": _Error},
     leaves=_LEAVES,
     names=names,
     read=read,

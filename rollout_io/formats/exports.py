@@ -1,18 +1,27 @@
-"""The formats that datasets can be exported to; other packages add theirs as entry points."""
+"""The formats that datasets can be exported to; other packages add theirs as entry points.
+
+Plain Parquet is a dataset in the `full` layout, with the same columns in all files. Every Parquet reader
+sees complete prompts. `rollouts` reads the directory like any dataset.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from rollout_io.plugins import plugins
 from schemas.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
-    from rollout_io.formats.exporting import Exported, Failed, PathLike
+    import pyarrow as pa
+
+    from rollout_io.dataset.storage import PathLike
+    from rollout_io.formats.exporting import Exported, Failed
 
 AT_LEAST = ">=X"
 """The choice of the samples whose return is at least X."""
@@ -68,6 +77,37 @@ def _written(module: str, dataset: PathLike, out: PathLike, failed: Failed) -> E
     return done
 
 
+def _write_parquet(dataset: PathLike, out: PathLike, _: Failed) -> Exported:
+    """Write a copy of the dataset with full prompts, one row group at a time.
+
+    All rows and columns are exported, including failed trajectories. A repeated call resumes an
+    interrupted export.
+    """
+    from rollout_io.dataset.reader import iter_tables, read_metadata, shard_sizes
+    from rollout_io.dataset.rewriting import rewrite
+    from rollout_io.dataset.sources import Sources
+    from rollout_io.formats.exporting import Exported, refuse_taken
+
+    if Path(out).is_file():
+        refuse_taken(out, dataset)
+    sources = Sources(dataset)
+    schema = next(iter(iter_tables(dataset))).schema
+    if not any(shard_sizes(dataset).values()):
+        Exported().close(dataset)
+    source, target = os.fspath(dataset), os.fspath(out)
+    complete, metadata = partial(_with_all_columns, schema), read_metadata(dataset)
+    counts = rewrite(source, target, complete, metadata, layout="full", sources=sources)
+    return Exported(num_rows_read=counts.num_rows_before, num_rows_written=counts.num_rows_after)
+
+
+def _with_all_columns(schema: pa.Schema, table: pa.Table) -> pa.Table:
+    """Add columns that exist only in other shards, filled with nulls."""
+    import pyarrow as pa
+
+    tables = [schema.empty_table(), table]
+    return pa.concat_tables(tables, promote_options="permissive").combine_chunks()
+
+
 FORMATS = {
     "skyrl": Format("a GeneratorOutput as JSON", partial(_written, "skyrl")),
     "trl": Format("samples of a GRPO rollout function, Parquet", partial(_written, "trl")),
@@ -77,9 +117,7 @@ FORMATS = {
     "session_traces": Format(
         "sessions for the Hub's viewer of traces, JSONL", partial(_written, "session_traces")
     ),
-    "parquet": Format(
-        "a directory of Parquet files with full prompts", partial(_written, "parquet")
-    ),
+    "parquet": Format("a directory of Parquet files with full prompts", _write_parquet),
 }
 """The formats of this package, by name."""
 

@@ -26,6 +26,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from rollout_io.formats.base import note
 from rollout_io.formats.contexts import SUMMARIES, Contexts, Item, Said
 from rollout_io.formats.dialects import gemini
 from rollout_io.formats.dialects.gemini import Part, Parts, joined_content, parts_in, result_content
@@ -34,7 +35,6 @@ from rollout_io.formats.grammar import ITSELF, inner
 from rollout_io.formats.parsing.content import NO_JSON, extend, joined, json_text, tool_call
 from rollout_io.formats.parsing.content import Message as Chat
 from rollout_io.formats.parsing.media import part_of_data
-from rollout_io.formats.parsing.notes import note
 from rollout_io.formats.start import like
 
 WRITTEN = "answers that the program wrote, in the history after a compaction: part of the prompt"

@@ -22,16 +22,15 @@ from typing import Annotated, Any
 
 import msgspec
 
-from rollout_io.formats.contents import SELF, Contents
+from rollout_io.formats.base import note
 from rollout_io.formats.contexts import SUMMARIES, Contexts
 from rollout_io.formats.dialects import anthropic
+from rollout_io.formats.engines.containers import columns_in, opened
 from rollout_io.formats.engines.rows import Rows
 from rollout_io.formats.engines.sessions import Line, Names
-from rollout_io.formats.grammar import inner
+from rollout_io.formats.grammar import SELF, Contents, inner
 from rollout_io.formats.parsing.content import NO_JSON, Part, known
 from rollout_io.formats.parsing.jsonl import decode_document
-from rollout_io.formats.parsing.notes import note
-from rollout_io.formats.parsing.sqlite import columns_in, opened
 
 _PARTS = Contents(
     kind="type",
@@ -88,9 +87,7 @@ class _Metadata(msgspec.Struct, gc=False, rename="camel"):
     agent_visible: bool = True
 
 
-class Message(msgspec.Struct, gc=False):
-    """A row of `messages`."""
-
+class _Message(msgspec.Struct, gc=False):
     role: str
     content: Annotated[list[_Part], inner(_PARTS)]
     metadata: _Metadata | None = None
@@ -174,7 +171,7 @@ def identity(_: str, message: bytes) -> str | None:
 
 def read(lines: Iterator[Line], log: Contexts) -> None:
     """Read the messages of a session."""
-    hidden: tuple[Message, str] | None = None  # of the user; what follows tells what it is
+    hidden: tuple[_Message, str] | None = None  # of the user; what follows tells what it is
     for where, _, message in lines:
         if hidden is not None:
             is_compaction = message.is_hidden and message.role == "assistant"
@@ -186,7 +183,7 @@ def read(lines: Iterator[Line], log: Contexts) -> None:
         _say_hidden(*hidden, log, is_compaction=False)
 
 
-def _say_hidden(message: Message, where: str, log: Contexts, *, is_compaction: bool) -> None:
+def _say_hidden(message: _Message, where: str, log: Contexts, *, is_compaction: bool) -> None:
     """Add the summary of a compaction; leave out that of a single call."""
     if is_compaction:
         note(SUMMARIES)
@@ -197,7 +194,7 @@ def _say_hidden(message: Message, where: str, log: Contexts, *, is_compaction: b
     _say(message, where, log)
 
 
-def _say(message: Message, where: str, log: Contexts) -> None:
+def _say(message: _Message, where: str, log: Contexts) -> None:
     parts = [sent for part in message.content if (sent := _part(part, where)) is not None]
     pieces = anthropic.messages_of(message.role, parts, where) if parts else []
     is_written = message.is_hidden and message.role == "assistant"
@@ -245,7 +242,7 @@ def _is_sent(part: _Part) -> bool:
 
 
 ADAPTER = Rows(
-    records={"": Message},
+    records={"": _Message},
     leaves={"facts about a message": "created metadata"},
     read=read,
     identity=identity,

@@ -19,10 +19,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from rollout_io.formats.contents import Contents
 from rollout_io.formats.contexts import Contexts
 from rollout_io.formats.engines.sessions import Line, Names, Sessions
-from rollout_io.formats.grammar import inner
+from rollout_io.formats.grammar import Contents, inner
 from rollout_io.formats.parsing.content import NO_JSON, Part, json_text, known, shown, tool_call
 from rollout_io.formats.start import like
 

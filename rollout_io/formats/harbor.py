@@ -9,15 +9,17 @@ neither task nor reward.
 
 from __future__ import annotations
 
+import os
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import msgspec
 
 from rollout_io.formats.atif import (
-    NO_TOKENS,
-    conversations,
     is_file,
     read_run,
     referred_files,
@@ -27,33 +29,306 @@ from rollout_io.formats.base import (
     HAS_TEXT,
     About,
     Adapter,
-    Conversation,
     Found,
     Input,
-    Options,
     Place,
     Progress,
     Rejected,
     Run,
-    Step,
-    Trajectory,
 )
-from rollout_io.formats.harbor_inputs import Source, find_runs, is_export, keyed, recognizes
 from rollout_io.formats.harbor_trial import (
-    CONTEXT_OVERFLOW,
-    Trial,
     keeps_text,
-    outcome_of,
-    read_steps,
+    read_trial,
 )
 from rollout_io.formats.parsing.content import known
-from rollout_io.formats.parsing.jsonl import NESTED, read_document
-from rollout_io.formats.parsing.lines import INCOMPLETE
+from rollout_io.formats.parsing.jsonl import read_document
+from rollout_io.formats.parsing.records import INCOMPLETE
+from rollout_io.formats.start import Start
 from schemas.errors import InputError, RolloutError
+
+Key = tuple[str, int]
+
+_IDS = re.compile(rb'"completion_token_ids"\s*:\s*\[[\s\[\],]*\d')
+_NULL = msgspec.Raw(b"null")
+_NUM_TRIES = 8
+_KEYS = (b'"trial_name"', b'"n_total_trials"', b'"schema_version"', b'"conversations"')
+
+
+class _JobConfig(msgspec.Struct, gc=False):
+    job_id: str | None = None
+
+
+class Head(msgspec.Struct, gc=False):
+    """The fields that identify the trial and the kind of a document.
+
+    Attributes:
+        has_ids: True if the result of the trial, or of one of its steps, has token ids.
+    """
+
+    trial_name: str | None = None
+    task_name: str | None = None
+    task_checksum: str | None = None
+    id: str | None = None
+    config: _JobConfig | None = None
+    n_total_trials: int | None = None
+    schema_version: str | None = None
+    agent_result: msgspec.Raw = _NULL
+    step_results: msgspec.Raw = _NULL
+    has_ids: bool = False
+
+    def __post_init__(self) -> None:
+        results = (self.agent_result, self.step_results)
+        self.has_ids = any(_IDS.search(memoryview(result)) for result in results)
+        self.agent_result = self.step_results = _NULL  # would keep the entire document in memory
+
+    @property
+    def is_trial(self) -> bool:
+        """True if the document is a trial's result."""
+        return self.trial_name is not None and self.task_name is not None
+
+    @property
+    def is_atif(self) -> bool:
+        """True if the document is an ATIF trajectory."""
+        return self.schema_version is not None and self.schema_version.startswith("ATIF-")
+
+
+class _Exported(msgspec.Struct, gc=False):
+    conversations: list[msgspec.Raw]
+    episode: msgspec.Raw
+    trial_name: msgspec.Raw
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """One run to read: a trial's `result.json`, or a single trajectory file."""
+
+    path: Path
+    head: Head
+    directory: Path | None = None
+
+    @property
+    def job(self) -> str:
+        """The job's id, or the name of its directory."""
+        config = self.head.config
+        return (config and config.job_id) or self.path.resolve().parent.parent.name
+
+
+_HEAD = msgspec.json.Decoder(Head)
+_EXPORT = msgspec.json.Decoder(list[_Exported])
+
+
+def find_runs(path: Path, errors: list[RolloutError]) -> list[Source]:
+    """Return the runs of an input, and append its errors to `errors`."""
+    try:
+        return _expand_directory(path, errors) if path.is_dir() else _expand_file(path, errors)
+    except RolloutError as error:
+        errors.append(error)
+        return []
+
+
+def _expand_file(path: Path, errors: list[RolloutError]) -> list[Source]:
+    result = path.parent.parent / "result.json"
+    if path.name == "trajectory.json" and path.parent.name == "agent" and is_file(result):
+        head = _read_head(result)
+        if head.is_trial:
+            return [Source(path=result, head=head, directory=result.parent)]
+    head = _read_head(path)
+    if head.is_trial or head.is_atif:
+        return [Source(path=path, head=head)]
+    if head.n_total_trials is not None:
+        before = len(errors)
+        children = _expand_children(path.parent, errors)
+        if not children and len(errors) == before:
+            finding = "the file is the result of a job, but its directory contains no trials"
+            hint = "pass the job directory, with the directories of its trials"
+            raise InputError("harbor_input", str(path), finding, hint=hint)
+        return _expand_directory(path.parent, errors)
+    raise _unknown(path, "the file is neither a trial, nor a job, nor an ATIF trajectory")
+
+
+def _expand_directory(path: Path, errors: list[RolloutError]) -> list[Source]:
+    """Return a trial, or the trials of a job or of a directory of jobs, ordered by name.
+
+    If a trial cannot be read, its error is appended to `errors`; all other trials are returned.
+    """
+    result, config = path / "result.json", path / "config.json"
+    try:
+        head = _read_head(result) if is_file(result) else Head()
+    except RolloutError as error:
+        errors.append(error)
+        return _expand_children(path, errors)
+    if head.is_trial:
+        return [Source(path=result, head=head, directory=path)]
+    if is_file(config) and _read_head(config).trial_name is not None:
+        hint = "resume the job, or move the directory out of the input"
+        finding = "the trial was stopped before it wrote result.json"
+        raise InputError("no_trial_result", str(path), finding, hint=hint)
+    num_errors = len(errors)
+    children = _expand_children(path, errors)
+    if is_file(path / "agent" / "trajectory.json"):  # a trial without its result
+        children = [*find_runs(path / "agent" / "trajectory.json", errors), *children]
+    if any(source.directory for source in children):
+        bare = [source for source in children if _is_bare(source)]
+        children = [source for source in children if source not in bare]
+        for source in bare:
+            finding = "the trial has no result.json, but other trials in its directory do"
+            hint = "copy its result.json, or move the directory out of the input"
+            where = str(source.path.parent.parent)
+            errors.append(InputError("harbor_input", where, finding, hint=hint))
+    num_trials = len(children) + len(errors) - num_errors
+    if not num_trials:
+        raise _unknown(path, "the directory contains no trial (no result.json)")
+    if head.n_total_trials is not None and num_trials < head.n_total_trials:
+        finding = f"{num_trials} of {head.n_total_trials} trials are present"
+        hint = "resume the job, copy its missing trials, or pass the trial directories one by one"
+        errors.append(InputError("missing_trials", str(path), finding, hint=hint))
+    return children
+
+
+def _is_bare(source: Source) -> bool:
+    """True if the source is the trajectory in a trial directory that has no result."""
+    file = source.path
+    return source.directory is None and (file.parent.name, file.name) == (
+        "agent",
+        "trajectory.json",
+    )
+
+
+def _expand_children(path: Path, errors: list[RolloutError]) -> list[Source]:
+    return [source for child in _children(path) for source in find_runs(child, errors)]
+
+
+def _children(path: Path) -> list[Path]:
+    """Return the entries that may contain runs; skip links to the directory itself or a parent."""
+    names = ("result.json", "config.json", "agent/trajectory.json")
+    try:
+        below = sorted(path.iterdir())
+    except OSError as error:
+        finding = f"cannot read the directory: {error.strerror or error}"
+        raise InputError("input_file", str(path), finding) from None
+    # `Path.resolve` raises an error for a link that points to itself.
+    real = Path(os.path.realpath(path))
+    below = [child for child in below if not real.is_relative_to(os.path.realpath(child))]
+    return [
+        child
+        for child in below
+        if any(is_file(child / name) for name in names)
+        or any(child.glob("*/result.json"))
+        or (
+            recognizes(Start(child))
+            if child.is_dir()
+            else child.name not in names and _is_atif(child)
+        )
+    ]
+
+
+def _is_atif(path: Path) -> bool:
+    try:
+        return path.suffix == ".json" and is_file(path) and _read_head(path).is_atif
+    except RolloutError:
+        return False
+
+
+def _read_head(path: Path) -> Head:
+    try:
+        return read_document(_HEAD, path)[0]
+    except RolloutError as error:
+        if is_export(path):
+            finding = "the file is Harbor's traces export, which rollouts does not read"
+            hint = "convert the trial directory or its agent/trajectory.json, "
+            hint += "or pass --on-error skip to skip exports"
+            raise InputError("harbor_export", str(path), finding, hint=hint) from None
+        start = Start(path)
+        if error.rule == "json_document" and len(start.lines) > 1 and not start.is_document:
+            raise _unknown(path, "the file has several JSON documents (JSON Lines)") from None
+        if error.rule == "record_type":
+            raise _unknown(
+                path, f"the document is not from Harbor ({error.sentence.removesuffix('.')})"
+            ) from None
+        raise
+
+
+def is_export(path: Path) -> bool:
+    """True for a traces export: the text of trials as a list of conversations, without rewards."""
+    try:
+        return bool(read_document(_EXPORT, path)[0])
+    except RolloutError:
+        return False
+
+
+def _unknown(path: Path, got: str) -> InputError:
+    hint = "pass a job or trial directory, a result.json, or an ATIF trajectory; "
+    hint += "`rollouts formats FILE` shows the format of a file"
+    return InputError("harbor_input", str(path), got, hint=hint)
+
+
+def keyed(sources: Sequence[Source]) -> dict[Key, Source]:
+    """Return runs by instance and repetition, with groups in order of first appearance.
+
+    Trials with the same task name but different checksums or jobs become separate instances:
+    `task@job@checksum`.
+    """
+    _refuse_repeated(sources)
+    groups: dict[tuple[str, str, str], list[Source]] = {}
+    for source in sources:
+        head = source.head
+        task = (head.task_name or "", source.job, head.task_checksum or "")
+        groups.setdefault(task if head.is_trial else (str(source.path), "", ""), []).append(source)
+    counts = Counter(name for name, _, _ in groups)
+    runs: dict[Key, Source] = {}
+    for (name, job, checksum), members in groups.items():
+        instance = name if counts[name] == 1 else f"{name}@{job}@{checksum}"
+        members.sort(key=lambda source: source.head.trial_name or "")
+        runs |= {(instance, i): source for i, source in enumerate(members)}
+    return runs
+
+
+def _refuse_repeated(sources: Iterable[Source]) -> None:
+    first: dict[str, Source] = {}
+    for source in sources:
+        identity = (source.head.is_trial and source.head.id) or str(source.path.resolve())
+        if identity in first:
+            finding = f"the run was already passed as {first[identity].path}"
+            hint = "pass each run only once"
+            raise InputError("duplicate_input", str(source.path), finding, hint=hint)
+        first[identity] = source
+
+
+def recognizes(start: Start) -> bool:
+    """True for a trial, job or ATIF trajectory, Harbor's text export, or a directory of such inputs.
+
+    A trial that was stopped has a `config.json` but no result.
+    """
+    path = start.path
+    try:
+        if not start.is_file:
+            names = ("result.json", "agent/trajectory.json", "*/result.json", "*/*/result.json")
+            files = (file for name in names for file in path.glob(name))
+            if any(_is_harbor(Start(file)) for file in islice(files, _NUM_TRIES)):
+                return True
+            return is_file(path / "config.json") and _is_trial_config(path / "config.json")
+        return _is_harbor(start)
+    except (OSError, RolloutError):
+        return False
+
+
+def _is_trial_config(path: Path) -> bool:
+    head = _read_head(path)
+    return head.trial_name is not None and head.task_name is None
+
+
+def _is_harbor(start: Start) -> bool:
+    if not any(key in start.head for key in _KEYS):
+        return False
+    try:
+        head = read_document(_HEAD, start.path)[0]
+    except RolloutError:
+        return is_export(start.path)
+    return head.is_trial or head.is_atif or head.n_total_trials is not None
+
 
 _GROUPS = "inferred: the trials of one task (name and checksum) in one job, by trial name"
 _FILES_ALONE = "inferred: each trajectory file is a separate instance"
-_TRIAL = msgspec.json.Decoder(Trial)
 
 
 def find_trials(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
@@ -136,7 +411,7 @@ def _trajectories(source: Source) -> Iterator[Path]:
 def _keeps_text(source: Source) -> bool:
     if source.head.is_atif:
         return True
-    return not source.head.has_ids and keeps_text(read_document(_TRIAL, source.path)[0])
+    return not source.head.has_ids and keeps_text(source.path)
 
 
 def _labels(source: Source) -> dict[str, str]:
@@ -144,53 +419,6 @@ def _labels(source: Source) -> dict[str, str]:
     names = ("task_name", "task_checksum", "trial_name")
     job = source.job if head.is_trial else None
     return known({name: getattr(head, name) for name in names} | {"job": job})
-
-
-def read_trial(run: Run, options: Options) -> Trajectory:
-    """Read the calls of a trial or a trajectory file, as conversations if they have no token ids.
-
-    A failed trial is kept with its `error`; if its tokens are missing, it has no steps and the
-    reason is added to the error. All keys of the verifier's rewards become metrics.
-
-    Raises:
-        RolloutError: The run cannot be used (`no_token_ids`, `tokens_disagree`, `reward_key`, ...).
-    """
-    path = run.places[0].path
-    try:
-        if run.places[0].offset is None or "trial_name" in run.labels:
-            directory = path.parent if run.places[0].offset is None else None
-            return _read_trial(run, path, directory, options)
-        return Trajectory(steps=_read_file(path))
-    except RecursionError:
-        raise InputError("json_document", str(path), NESTED) from None
-
-
-def _read_file(path: Path) -> Sequence[Step | Conversation]:
-    trial_run = read_run(path, read_trajectory(path))
-    why = trial_run.tokenless
-    steps = trial_run.steps if why is None else conversations(trial_run, why)
-    if not steps:
-        raise InputError("no_calls", str(path), "the trajectory has no model calls")
-    return steps
-
-
-def _read_trial(run: Run, path: Path, directory: Path | None, options: Options) -> Trajectory:
-    trial, _ = read_document(_TRIAL, path)
-    logged = outcome_of(trial, str(path), options, is_needed=not run.rewarded)
-    is_failed = run.failed or logged.error is not None or trial.is_overflow
-    try:
-        steps = read_steps(trial, path, directory)
-    except RolloutError as error:
-        if error.rule != NO_TOKENS or not is_failed:
-            raise
-        return _without_steps(logged, error)
-    why = next((s.tokenless for s in steps if isinstance(s, Conversation)), None)
-    return _without_steps(logged, why) if why and is_failed else replace(logged, steps=steps)
-
-
-def _without_steps(logged: Trajectory, why: RolloutError) -> Trajectory:
-    error = f"{logged.error or CONTEXT_OVERFLOW}; no tokens: {why.got}"
-    return replace(logged, steps=[], reward=None, error=error)
 
 
 ADAPTER = Adapter(

@@ -8,6 +8,7 @@ each with one inner list per call. If the tokens are missing there, the calls of
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,9 @@ from rollout_io.formats.atif import (
     tokenless,
 )
 from rollout_io.formats.atif_document import read_trajectory, temperature_of
-from rollout_io.formats.base import Conversation, Options, Step, Trajectory
+from rollout_io.formats.base import Conversation, Options, Run, Step, Trajectory
 from rollout_io.formats.parsing.content import filled
+from rollout_io.formats.parsing.jsonl import NESTED, read_document
 from rollout_io.formats.parsing.tokens import logprob_array, route_array, token_ids
 from schemas.errors import InputError, RolloutError, count
 
@@ -83,7 +85,7 @@ class _Config(msgspec.Struct, gc=False):
     agent: _AgentConfig = msgspec.field(default_factory=_AgentConfig)
 
 
-class Trial(_Part, gc=False):
+class _Trial(_Part, gc=False):
     """The relevant fields of a TrialResult; a multi-step trial has one part per step."""
 
     trial_name: str = ""
@@ -102,12 +104,63 @@ class Trial(_Part, gc=False):
         return self.failure is not None and self.failure.exception_type == CONTEXT_OVERFLOW
 
 
-def keeps_text(trial: Trial) -> bool:
+_TRIAL_DECODER = msgspec.json.Decoder(_Trial)
+
+
+def read_trial(run: Run, options: Options) -> Trajectory:
+    """Read the calls of a trial or a trajectory file, as conversations if they have no token ids.
+
+    A failed trial is kept with its `error`; if its tokens are missing, it has no steps and the
+    reason is added to the error. All keys of the verifier's rewards become metrics.
+
+    Raises:
+        RolloutError: The run cannot be used (`no_token_ids`, `tokens_disagree`, `reward_key`, ...).
+    """
+    path = run.places[0].path
+    try:
+        if run.places[0].offset is None or "trial_name" in run.labels:
+            directory = path.parent if run.places[0].offset is None else None
+            return _read_trial(run, path, directory, options)
+        return Trajectory(steps=_read_file(path))
+    except RecursionError:
+        raise InputError("json_document", str(path), NESTED) from None
+
+
+def _read_file(path: Path) -> Sequence[Step | Conversation]:
+    trial_run = read_run(path, read_trajectory(path))
+    why = trial_run.tokenless
+    steps = trial_run.steps if why is None else conversations(trial_run, why)
+    if not steps:
+        raise InputError("no_calls", str(path), "the trajectory has no model calls")
+    return steps
+
+
+def _read_trial(run: Run, path: Path, directory: Path | None, options: Options) -> Trajectory:
+    trial, _ = read_document(_TRIAL_DECODER, path)
+    logged = _outcome_of(trial, str(path), options, is_needed=not run.rewarded)
+    is_failed = run.failed or logged.error is not None or trial.is_overflow
+    try:
+        steps = _read_steps(trial, path, directory)
+    except RolloutError as error:
+        if error.rule != NO_TOKENS or not is_failed:
+            raise
+        return _without_steps(logged, error)
+    why = next((s.tokenless for s in steps if isinstance(s, Conversation)), None)
+    return _without_steps(logged, why) if why and is_failed else replace(logged, steps=steps)
+
+
+def _without_steps(logged: Trajectory, why: RolloutError) -> Trajectory:
+    error = f"{logged.error or CONTEXT_OVERFLOW}; no tokens: {why.got}"
+    return replace(logged, steps=[], reward=None, error=error)
+
+
+def keeps_text(result: Path) -> bool:
     """True if a trial without token ids is read as text: it succeeded or timed out."""
-    return trial.failure is None or trial.failure.exception_type == TIMEOUT
+    failure = read_document(_TRIAL_DECODER, result)[0].failure
+    return failure is None or failure.exception_type == TIMEOUT
 
 
-def user_values(trial: Trial) -> dict[str, str]:
+def _user_values(trial: _Trial) -> dict[str, str]:
     """Return a trial's name, model and exception, and Harbor's verdict on its reward, as strings.
 
     `reward_valid` follows Harbor 0.25: a reward is valid if there was no exception, or if the agent
@@ -123,7 +176,9 @@ def user_values(trial: Trial) -> dict[str, str]:
     )
 
 
-def outcome_of(trial: Trial, where: str, options: Options, *, is_needed: bool = True) -> Trajectory:
+def _outcome_of(
+    trial: _Trial, where: str, options: Options, *, is_needed: bool = True
+) -> Trajectory:
     """Return the outcome of a trial, without steps; the defaults follow SkyRL's Harbor generator.
 
     Without an exception, the reward is the verifier's `reward`, or its only number; null if there
@@ -150,11 +205,11 @@ def outcome_of(trial: Trial, where: str, options: Options, *, is_needed: bool = 
         error = f"{exception.exception_type}: {exception.exception_message}".rstrip(": \n")
     metrics = _part_metrics(trial) | rewards
     return Trajectory(
-        steps=[], reward=reward, error=error, metrics=metrics, user_values=user_values(trial)
+        steps=[], reward=reward, error=error, metrics=metrics, user_values=_user_values(trial)
     )
 
 
-def _part_metrics(trial: Trial) -> dict[str, float]:
+def _part_metrics(trial: _Trial) -> dict[str, float]:
     """Return all numbers of a trial's steps as `{step_name}.{key}`."""
     parts = enumerate(trial.step_results or ())
     return {
@@ -162,7 +217,7 @@ def _part_metrics(trial: Trial) -> dict[str, float]:
     }
 
 
-def _last_rewards(trial: Trial) -> dict[str, float]:
+def _last_rewards(trial: _Trial) -> dict[str, float]:
     if trial.verifier_result is None and trial.step_results:
         return trial.step_results[-1].rewards
     return trial.rewards
@@ -180,20 +235,13 @@ def _reward(rewards: dict[str, float], where: str, key: str | None = None) -> fl
     return next(iter(rewards.values()))
 
 
-def read_steps(trial: Trial, result: Path, directory: Path | None) -> Sequence[Step | Conversation]:
+def _read_steps(
+    trial: _Trial, result: Path, directory: Path | None
+) -> Sequence[Step | Conversation]:
     """Return all calls of a trial, in order, with each step's reward in a multi-step trial.
 
-    If neither `result.json` nor the trajectory has token ids, return conversations.
-
-    Args:
-        trial: Content of `result`.
-        result: Path of `result.json`.
-        directory: Directory of the trial, whose trajectories are read as well; None: only `result`.
-
-    Raises:
-        RolloutError: `no_token_ids`: ids are missing (the error names the field);
-            `tokens_disagree`: `result.json` and the trajectory differ. Also the errors for invalid
-            tokens.
+    If neither `result.json` nor the trajectory has token ids, return conversations. Without a
+    directory, only the `result` is read.
     """
     steps: list[Step | Conversation] = []
     if not trial.step_results:
@@ -222,7 +270,7 @@ def read_steps(trial: Trial, result: Path, directory: Path | None) -> Sequence[S
     return steps
 
 
-def _stop_reason(trial: Trial) -> str:
+def _stop_reason(trial: _Trial) -> str:
     if trial.failure is None:
         return "complete"
     if trial.is_overflow:
@@ -231,7 +279,7 @@ def _stop_reason(trial: Trial) -> str:
 
 
 def _part_steps(
-    trial: Trial, part: _Part, result: Path, json: str, directory: Path | None
+    trial: _Trial, part: _Part, result: Path, json: str, directory: Path | None
 ) -> Sequence[Step | Conversation]:
     details = (part.agent_result and part.agent_result.rollout_details) or []
     place = f"{result}, {json}.agent_result.rollout_details"
@@ -336,7 +384,7 @@ def _disagree(where: str, got: str) -> InputError:
     return InputError("tokens_disagree", where, got, hint=hint)
 
 
-def _reason(trial: Trial, part: _Part) -> str:
+def _reason(trial: _Trial, part: _Part) -> str:
     """Explain why a trial, or a step of it, has no rollout details."""
     if part.agent_result is None:
         return "there is no agent result"

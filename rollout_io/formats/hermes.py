@@ -25,11 +25,8 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from rollout_io.formats.base import Options, Place, Run, Trajectory
-from rollout_io.formats.contexts import SUMMARIES, Contexts
-from rollout_io.formats.engines.records import Records, is_object_with, joined
-from rollout_io.formats.grammar import inner
-from rollout_io.formats.openai_messages import (
+from rollout_io.formats.base import Options, Place, Run, Trajectory, note
+from rollout_io.formats.chats import (
     Line,
     metrics_of,
     run_of,
@@ -37,11 +34,13 @@ from rollout_io.formats.openai_messages import (
     trajectory_of,
     with_groups,
 )
+from rollout_io.formats.contexts import SUMMARIES, Contexts
+from rollout_io.formats.engines.records import Records, is_object_with, joined
+from rollout_io.formats.grammar import inner
 from rollout_io.formats.parsing.content import NO_JSON, Message
 from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.lines import read_record
 from rollout_io.formats.parsing.messages import INACTIVE, MESSAGE, openai_tools, read_message
-from rollout_io.formats.parsing.notes import note
+from rollout_io.formats.parsing.records import read_record
 
 NO_PARENT = (
     "compressed sessions whose parent is not in the log: kept answers are not told from new ones"

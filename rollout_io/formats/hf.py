@@ -19,12 +19,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rollout_io.dataset.blobs import Blobs, carry, names_in
+from rollout_io.dataset.storage import PathLike
 from rollout_io.dataset.writer import SHARD_BYTES
 from rollout_io.formats.exporting import (
     Exported,
     Failed,
     ParquetFile,
-    PathLike,
     declared_tables,
     new_export,
     without_maps,
@@ -50,9 +50,7 @@ task) are adjacent and in order. The trajectories of one `instance_id` form a gr
 
 
 @dataclass(slots=True)
-class Statistics:
-    """Counts of the rows written."""
-
+class _Statistics:
     num_rows: int = 0
     num_trained_tokens: int = 0
     num_tokens: int = 0
@@ -97,7 +95,7 @@ class Statistics:
 
 
 def card(
-    schema: pa.Schema, statistics: Statistics, num_bytes: int, metadata: DatasetMetadata
+    schema: pa.Schema, statistics: _Statistics, num_bytes: int, metadata: DatasetMetadata
 ) -> str:
     """Return the text of README.md."""
     front = _front(schema, statistics.num_rows, num_bytes)
@@ -151,7 +149,7 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
     from rollout_io.dataset.reader import read_metadata
 
     del failed
-    statistics, schema = Statistics(), pa.schema([])
+    statistics, schema = _Statistics(), pa.schema([])
     with new_export(out, dataset) as folder:
         metadata = read_metadata(dataset)
         folder.mkdir()

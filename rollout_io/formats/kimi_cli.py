@@ -29,11 +29,10 @@ from typing import Annotated, Any
 
 import msgspec
 
-from rollout_io.formats.contents import Contents
 from rollout_io.formats.contexts import Contexts, Said
 from rollout_io.formats.dialects.responses import tools
 from rollout_io.formats.engines.sessions import Line, Names, Sessions
-from rollout_io.formats.grammar import inner
+from rollout_io.formats.grammar import Contents, inner
 from rollout_io.formats.parsing.content import (
     NO_JSON,
     Message,
@@ -157,9 +156,7 @@ class _Event(msgspec.Struct, gc=False, rename="camel"):
     finish_reason: str | None = None
 
 
-class Config(msgspec.Struct, gc=False, rename="camel"):
-    """Settings."""
-
+class _Config(msgspec.Struct, gc=False, rename="camel"):
     system_prompt: str | None = None
     model_alias: str | None = None
 
@@ -170,9 +167,7 @@ class Tools(msgspec.Struct, gc=False):
     tools: Any = None
 
 
-class Appended(msgspec.Struct, gc=False):
-    """A message."""
-
+class _Appended(msgspec.Struct, gc=False):
     message: _Message | None = None
 
 
@@ -377,12 +372,12 @@ def read(lines: Iterator[Line], log: Contexts) -> None:
                 log.system = str(_said("system", record.content)["content"])
             case Logged(role=str(role)) if not role.startswith("_"):
                 wire.add(record, where)
-            case Config():
+            case _Config():
                 log.system = record.system_prompt or log.system
                 log.model = record.model_alias or log.model
             case Tools():
                 log.tools = tools(record.tools)
-            case Appended(message=_Message() as message):
+            case _Appended(message=_Message() as message):
                 wire.add(message, where)
             case Looped(event=_Event() as event):
                 wire.event(event, where)
@@ -417,9 +412,9 @@ ADAPTER = Sessions(
     default="message",
     records={
         "message": Logged,
-        "config.update": Config,
+        "config.update": _Config,
         "llm.tools_snapshot": Tools,
-        "context.append_message": Appended,
+        "context.append_message": _Appended,
         "context.append_loop_event": Looped,
         "context.apply_compaction": Compaction,
         "context.clear": Clear,

@@ -23,11 +23,10 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from rollout_io.formats.base import HAS_TEXT, About, Found, Input, Progress, Rejected, Run
-from rollout_io.formats.contents import Contents, account
 from rollout_io.formats.dialects.bodies import prompt_of, value_of
-from rollout_io.formats.engines.groups import gathered
 from rollout_io.formats.engines.records import WHOLE, content_of, elements_of, records_of
-from rollout_io.formats.own_logs import paths_of
+from rollout_io.formats.engines.runs import gathered
+from rollout_io.formats.grammar import Contents, account
 from rollout_io.formats.parsing.content import NO_JSON
 from rollout_io.formats.parsing.jsonl import (
     contained,
@@ -37,10 +36,9 @@ from rollout_io.formats.parsing.jsonl import (
     refuse_lfs_pointer,
     refuse_not_utf8,
 )
-from rollout_io.formats.parsing.lines import Record
 from rollout_io.formats.parsing.messages import prompt_key
-from rollout_io.formats.parsing.naming import full_name, label, natural_key
-from rollout_io.formats.parsing.sampling import ModelNames
+from rollout_io.formats.parsing.records import ModelNames, Record, full_name, label, natural_key
+from rollout_io.formats.unrecognized import paths_of
 from schemas.errors import ConfigError, InputError, RolloutError
 from schemas.excerpts import cleaned
 

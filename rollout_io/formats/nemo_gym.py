@@ -1,13 +1,27 @@
-"""The `nemo_gym` format: NeMo Gym's rollouts, JSONL, one run per line.
+"""The `nemo_gym` format: NeMo Gym's rollouts; `nemo_rl`: message logs of the same runs that NeMo RL saves.
+
+NeMo Gym writes JSONL, one run per line:
 
     {"responses_create_params": {"input": [...]}, "reward": 1.0, "_ng_task_index": 0,
      "_ng_rollout_index": 3, "response": {"output": [item, ...], "usage": {...}}, ...}
 
-`response` is a Responses object whose output has all calls of the run (see `parsing.responses`).
+`response` is a Responses object whose output has all calls of the run (see `parsing.model_calls`).
 If no call has token ids, the run is read as text (see `nemo_gym_text`). A bare Responses object, or
 an object with one as its `input`, is accepted too: it is a run without a reward and, since it has
 no task, forms a separate group. A file may also contain a single run as a pretty-printed JSON
 document.
+
+NeMo RL writes one JSON document:
+
+    {"expected_output": [{"message_log": [
+        {"role": "user", "content": "", "token_ids": [...]},
+        {"role": "assistant", "content": "", "token_ids": [...], "generation_logprobs": [...]}]}]}
+
+Each element of `expected_output` (or of a list document) is a run. A message's `token_ids` are the
+tokens that it adds to the context, so the prompt of a call consists of all ids before its answer;
+only answers have log-probabilities. The document records no groups: each run is a separate
+instance. A document with `seen_token_ids` and `output_prompt_token_ids` (a prompt as seen and as
+rendered again) contains no run: it is recognized but rejected.
 """
 
 from __future__ import annotations
@@ -15,6 +29,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -32,18 +47,21 @@ from rollout_io.formats.base import (
     Step,
     Trajectory,
 )
-from rollout_io.formats.contents import Contents
 from rollout_io.formats.dialects.responses import ITEMS
-from rollout_io.formats.engines.records import Open, Records
-from rollout_io.formats.grammar import inner
+from rollout_io.formats.engines.records import Open, Records, is_object_with
+from rollout_io.formats.grammar import Contents, inner
 from rollout_io.formats.nemo_gym_text import Request, read_conversation
-from rollout_io.formats.parsing.bodies import NO_JSON
+from rollout_io.formats.parsing.bodies import sampling_extra
+from rollout_io.formats.parsing.content import NO_JSON
 from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.lines import read_record
-from rollout_io.formats.parsing.naming import natural_key, numbers
-from rollout_io.formats.parsing.responses import NO_TOKENS, Response, holds_tokens, read_steps
-from rollout_io.formats.parsing.sampling import ModelNames, sampling_extra
-from rollout_io.formats.parsing.tokens import INT32_MAX
+from rollout_io.formats.parsing.model_calls import (
+    NO_TOKENS,
+    ResponsesObject,
+    items_hold_tokens,
+    read_steps,
+)
+from rollout_io.formats.parsing.records import ModelNames, natural_key, numbers, read_record
+from rollout_io.formats.parsing.tokens import INT32_MAX, logprob_array, token_ids
 from rollout_io.formats.start import Start, like
 from schemas.errors import InputError
 
@@ -89,13 +107,13 @@ class _Logged(NamedTuple):
 
     run: Rollout
     request: Request
-    response: Response
+    response: ResponsesObject
     prefix: str
 
 
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _REQUEST_DECODER = msgspec.json.Decoder(Request | None)
-_RESPONSE_DECODER = msgspec.json.Decoder(Response)
+_RESPONSE_DECODER = msgspec.json.Decoder(ResponsesObject)
 _NUMBERS_DECODER = msgspec.json.Decoder(dict[str, float | bool])
 
 
@@ -191,7 +209,7 @@ def _is_text(logged: _Logged) -> bool:
     if logged.request.input is None or logged.response.error is not None:
         return False
     try:
-        return not holds_tokens(logged.response.output)
+        return not items_hold_tokens(logged.response.output)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return False  # reported when the run is read
 
@@ -233,7 +251,7 @@ def _steps(logged: _Logged, where: str, *, failed: bool) -> Sequence[Step | Conv
     try:
         return read_steps(response, _sent(request), logged.prefix, failed=failed)
     except InputError as error:
-        if error.rule != NO_TOKENS or request.input is None or holds_tokens(response.output):
+        if error.rule != NO_TOKENS or request.input is None or items_hold_tokens(response.output):
             raise
         return [replace(read_conversation(request, response, where), tokenless=error)]
 
@@ -297,3 +315,98 @@ _RECORDS = Records(
 ADAPTER = replace(
     _RECORDS.adapter("NeMo Gym's rollouts, with token ids or as text: JSONL"), find=find
 )
+
+
+_HINT = "convert the rollouts of NeMo Gym, which have all ids (--format nemo_gym)"
+_PAIR = ("seen_token_ids", "output_prompt_token_ids")
+_RL_LEAVES = {
+    "texts and settings beside the tokens": "message_log.content input_message_log full_result"
+}
+_Logprob = Annotated[float, msgspec.Meta(ge=-1e38, le=1e38)]
+
+
+class _RlMessage(msgspec.Struct, gc=False):
+    role: str
+    token_ids: list[int] | None = None
+    generation_logprobs: list[_Logprob] | None = None
+
+
+class _RlResult(msgspec.Struct, gc=False):
+    reward: float | None = None
+
+
+class _MessageLog(msgspec.Struct, gc=False):
+    """A run, or two renderings of a prompt."""
+
+    message_log: list[_RlMessage] | None = None
+    full_result: _RlResult | None = None
+    seen_token_ids: msgspec.Raw = NO_JSON
+
+
+def _run_of_rl(logged: _MessageLog, place: Place) -> Run:
+    """Return the run of a message log."""
+    if logged.message_log is None:
+        is_pair = bytes(logged.seen_token_ids) != b"null"
+        finding = "the document has two renderings of a prompt, but no response"
+        finding = finding if is_pair else "the record has no `message_log`"
+        raise InputError("no_calls", place.where, finding)
+    labels = {"file": place.where.rpartition(", ")[0] or place.where}
+    return Run(instance_id=place.where, repetition_id=0, places=[place], labels=labels)
+
+
+def _read_rl(logged: _MessageLog, run: Run, _: Options) -> Trajectory:
+    """Read the calls of a run, one per answer."""
+    where, messages = run.places[0].where, logged.message_log or []
+    ids = [_ids(m, f"{where}, message_log[{i}]") for i, m in enumerate(messages)]
+    reward = None if logged.full_result is None else logged.full_result.reward
+    return Trajectory(
+        steps=[
+            _step(message, ids[: i + 1], f"{where}, message_log[{i}]")
+            for i, message in enumerate(messages)
+            if message.role == "assistant"
+        ],
+        reward=reward,
+        metrics={} if reward is None else {"reward": reward},
+    )
+
+
+def _ids(message: _RlMessage, where: str) -> list[int]:
+    if message.token_ids:
+        return message.token_ids
+    how = "no token ids" if message.token_ids is None else "an empty list of token ids"
+    finding = f"the message of role {message.role!r} has {how}"
+    raise InputError("no_token_ids", where, finding, hint=_HINT)
+
+
+def _step(message: _RlMessage, ids: Sequence[list[int]], where: str) -> Step:
+    response = token_ids(ids[-1], "response", where)
+    logprobs = None
+    if message.generation_logprobs is not None:
+        logprobs = logprob_array(message.generation_logprobs, len(response), where)
+    return Step(
+        source=where,
+        prompt_token_ids=token_ids([*chain.from_iterable(ids[:-1])], "prompt", where),
+        response_ids=response,
+        rollout_logprobs=logprobs,
+    )
+
+
+_has_log, _is_pair = is_object_with(["message_log"]), is_object_with(_PAIR)
+
+
+def _is_rl_document(value: Any) -> bool:
+    """True for message logs, or two renderings of a prompt."""
+    runs = value.get("expected_output") if isinstance(value, dict) else value
+    return _is_pair(value) or (isinstance(runs, list) and bool(runs) and all(map(_has_log, runs)))
+
+
+NEMO_RL = Records(
+    records={"": _MessageLog},
+    leaves=_RL_LEAVES,
+    run=_run_of_rl,
+    read=_read_rl,
+    is_record=_is_rl_document,
+    is_whole=lambda _: True,
+    elements="expected_output",
+    groups="inferred: each run is a separate instance",
+).adapter("NeMo RL's message logs with the engine's tokens: one JSON document", is_text=False)

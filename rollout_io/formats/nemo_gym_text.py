@@ -27,9 +27,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from rollout_io.formats.base import Conversation
-from rollout_io.formats.parsing.bodies import NO_JSON, Share
+from rollout_io.formats.base import Conversation, note
+from rollout_io.formats.parsing.bodies import SamplingFields, Share
 from rollout_io.formats.parsing.content import (
+    NO_JSON,
     Content,
     Message,
     bad_message,
@@ -41,9 +42,7 @@ from rollout_io.formats.parsing.content import (
     tool_call,
 )
 from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.notes import note
-from rollout_io.formats.parsing.responses import Response
-from rollout_io.formats.parsing.sampling import SamplingFields
+from rollout_io.formats.parsing.model_calls import ResponsesObject
 from schemas.errors import InputError
 
 _T = TypeVar("_T")
@@ -92,7 +91,7 @@ _INSTRUCTIONS_DECODER = msgspec.json.Decoder(str | list[msgspec.Raw] | None)
 _TOOLS_DECODER = msgspec.json.Decoder(list[dict[str, Any]] | None)
 
 
-def read_conversation(request: Request, response: Response, where: str) -> Conversation:
+def read_conversation(request: Request, response: ResponsesObject, where: str) -> Conversation:
     """Return the chat of a run.
 
     Instructions and tools are taken from the request or, if it has none, from the response.
@@ -133,7 +132,7 @@ def read_conversation(request: Request, response: Response, where: str) -> Conve
     )
 
 
-def _statement(request: Request, response: Response, where: str) -> str | tuple[()]:
+def _statement(request: Request, response: ResponsesObject, where: str) -> str | tuple[()]:
     """Return what stands for an empty input; nothing if the output begins with the prompt.
 
     Agents that run a harness of their own in a sandbox send no input, and log only the answers.

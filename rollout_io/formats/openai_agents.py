@@ -16,13 +16,12 @@ from typing import Any
 
 import msgspec
 
-from rollout_io.formats.base import Conversation, Options, Place, Run, Trajectory
-from rollout_io.formats.contents import account
+from rollout_io.formats.base import Conversation, Options, Place, Run, Trajectory, note
 from rollout_io.formats.dialects import responses
 from rollout_io.formats.engines.records import Records, is_object_with
+from rollout_io.formats.grammar import account
 from rollout_io.formats.parsing.content import Message
 from rollout_io.formats.parsing.messages import prompt_key
-from rollout_io.formats.parsing.notes import note
 
 NO_SYSTEM = "runs whose instructions and tools are not logged"
 _LEAVES = {
@@ -47,22 +46,20 @@ class _Generated(msgspec.Struct, gc=False):
     raw_item: dict[str, Any] | None = None
 
 
-class State(msgspec.Struct, gc=False):
-    """The state of a run."""
-
+class _State(msgspec.Struct, gc=False):
     original_input: str | list[dict[str, Any]]
     generated_items: list[_Generated]
     current_agent: _Named | None = None
 
 
-def _input(state: State, where: str) -> list[Message]:
+def _input(state: _State, where: str) -> list[Message]:
     prompt = state.original_input
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     return responses.messages(prompt, f"{where}, original_input")
 
 
-def run_of(state: State, place: Place) -> Run:
+def run_of(state: _State, place: Place) -> Run:
     """Return the run of a state; runs with the same input form a group."""
     key = prompt_key(_input(state, place.where))
     name = state.current_agent.name if state.current_agent else None
@@ -70,7 +67,7 @@ def run_of(state: State, place: Place) -> Run:
     return Run(instance_id=key, repetition_id=None, places=[place], labels=labels)
 
 
-def read(state: State, run: Run, _: Options) -> Trajectory:
+def read(state: _State, run: Run, _: Options) -> Trajectory:
     """Read the conversation of a state."""
     where = run.places[0].where
     prompt = _input(state, where)
@@ -88,7 +85,7 @@ def read(state: State, run: Run, _: Options) -> Trajectory:
 
 
 ADAPTER = Records(
-    records={"": State},
+    records={"": _State},
     leaves=_LEAVES,
     run=run_of,
     read=read,

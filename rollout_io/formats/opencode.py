@@ -28,12 +28,12 @@ from typing import Annotated, Any
 
 import msgspec
 
-from rollout_io.formats.contents import Contents
+from rollout_io.formats.base import note
 from rollout_io.formats.contexts import SUMMARIES, Contexts, Said
 from rollout_io.formats.dialects.pi import CUT
 from rollout_io.formats.engines.rows import Rows
 from rollout_io.formats.engines.sessions import Line
-from rollout_io.formats.grammar import inner
+from rollout_io.formats.grammar import Contents, inner
 from rollout_io.formats.opencode_stores import Span, is_store, open_store
 from rollout_io.formats.parsing.content import (
     NO_JSON,
@@ -45,7 +45,6 @@ from rollout_io.formats.parsing.content import (
     tool_call,
     tool_result,
 )
-from rollout_io.formats.parsing.notes import note
 
 _PARTS = Contents(
     kind="type",

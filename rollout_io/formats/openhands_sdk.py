@@ -24,10 +24,9 @@ import msgspec
 import numpy as np
 
 from rollout_io.formats.base import Step
-from rollout_io.formats.contents import Contents
 from rollout_io.formats.contexts import Contexts, Item
 from rollout_io.formats.engines.sessions import Line, Names, Sessions
-from rollout_io.formats.grammar import inner
+from rollout_io.formats.grammar import Contents, inner
 from rollout_io.formats.parsing.content import (
     Message,
     Part,
@@ -117,29 +116,23 @@ class _Observation(msgspec.Struct, gc=False):
     metadata: _Terminal | None = None
 
 
-class Event(msgspec.Struct, gc=False):
-    """An event."""
-
+class _Event(msgspec.Struct, gc=False):
     id: str | None = None
 
 
-class SystemPrompt(Event, gc=False):
-    """The system prompt and the tools."""
-
+class _SystemPrompt(_Event, gc=False):
     system_prompt: _Text | None = None
     dynamic_context: _Text | None = None
     tools: list[dict[str, Any]] | None = None
 
 
-class Spoken(Event, gc=False):
-    """A message."""
-
+class _Spoken(_Event, gc=False):
     llm_message: _Message | None = None
     extended_content: _Texts = None
     llm_response_id: str | None = None
 
 
-class Action(Event, gc=False):
+class Action(_Event, gc=False):
     """A call of a tool; the calls of one response are one answer."""
 
     thought: _Texts = None
@@ -151,29 +144,25 @@ class Action(Event, gc=False):
     responses_reasoning_item: _Reasoning | None = None
 
 
-class Result(Event, gc=False):
-    """The result of a call."""
-
+class _Result(_Event, gc=False):
     tool_call_id: str | None = None
     observation: _Observation | None = None
     extended_content: _Texts = None
 
 
-class Rejection(Event, gc=False):
+class Rejection(_Event, gc=False):
     """A call that the user rejected."""
 
     tool_call_id: str | None = None
     rejection_reason: str | None = None
 
 
-class AgentError(Event, gc=False):
-    """A call that failed."""
-
+class _AgentError(_Event, gc=False):
     tool_call_id: str | None = None
     error: str | None = None
 
 
-class Condensation(Event, gc=False):
+class Condensation(_Event, gc=False):
     """A compaction: events that the model no longer sees, and what stands in their place."""
 
     forgotten_event_ids: list[str] | None = None
@@ -181,20 +170,18 @@ class Condensation(Event, gc=False):
     summary_offset: int | None = None
 
 
-class Summary(Event, gc=False):
+class Summary(_Event, gc=False):
     """A summary, as an event of its own."""
 
     summary: str | None = None
 
 
-class Failure(Event, gc=False):
-    """Why the run failed."""
-
+class _Failure(_Event, gc=False):
     code: str | None = None
     detail: str | None = None
 
 
-class Tokens(Event, gc=False):
+class Tokens(_Event, gc=False):
     """The engine's tokens of a call."""
 
     prompt_token_ids: list[_Id] | None = None
@@ -202,15 +189,15 @@ class Tokens(Event, gc=False):
 
 
 _RECORDS = {
-    "SystemPromptEvent": SystemPrompt,
-    "MessageEvent": Spoken,
+    "SystemPromptEvent": _SystemPrompt,
+    "MessageEvent": _Spoken,
     "ActionEvent": Action,
-    "ObservationEvent": Result,
+    "ObservationEvent": _Result,
     "UserRejectObservation": Rejection,
-    "AgentErrorEvent": AgentError,
+    "AgentErrorEvent": _AgentError,
     "Condensation": Condensation,
     "CondensationSummaryEvent": Summary,
-    "ConversationErrorEvent": Failure,
+    "ConversationErrorEvent": _Failure,
     "TokenEvent": Tokens,
 }
 
@@ -228,13 +215,13 @@ def read(lines: Iterator[Line], log: Contexts) -> None:
     """Read the contexts of a conversation."""
     view: list[_View] = []
     for where, _, event in lines:
-        if not isinstance(event, Event):
+        if not isinstance(event, _Event):
             continue
         name = event.id or where
         match event:
-            case SystemPrompt():
+            case _SystemPrompt():
                 log.tools = _tools(event.tools) or log.tools
-            case Failure():
+            case _Failure():
                 log.error = event.detail or event.code or "error"
             case Tokens() if event.response_token_ids:
                 log.exact.append(_step(event, view, where))
@@ -243,7 +230,7 @@ def read(lines: Iterator[Line], log: Contexts) -> None:
                 view = _condensed(event, name, view, where)
         if (message := _said_by(event)) is not None:
             log.error = None if message["role"] == "assistant" else log.error
-            response = event.llm_response_id if isinstance(event, Action | Spoken) else None
+            response = event.llm_response_id if isinstance(event, Action | _Spoken) else None
             view.append(_View(name, response or name, message, where))
     log.show(_items(view))
 
@@ -288,14 +275,14 @@ def _condensed(event: Condensation, name: str, view: Sequence[_View], where: str
     return remaining
 
 
-def _said_by(event: Event) -> Message | None:
+def _said_by(event: _Event) -> Message | None:
     result: Any = None
     match event:
-        case SystemPrompt():
+        case _SystemPrompt():
             prompt = [event.system_prompt, event.dynamic_context]
             shown_ = _shown([text for text in prompt if text is not None])
             return {"role": "system", "content": shown_}
-        case Spoken(llm_message=_Message() as message):
+        case _Spoken(llm_message=_Message() as message):
             return _said(message, _listed(event.extended_content))
         case Action(tool_call=_Call() as call):
             message = _Message(
@@ -309,12 +296,12 @@ def _said_by(event: Event) -> Message | None:
             return _said(message, ())
         case Summary():
             return {"role": "user", "content": event.summary or ""}
-        case Result():
+        case _Result():
             observed = _observed(event.observation or _Observation())
             result = _shown([*observed, *_listed(event.extended_content)])
         case Rejection():
             result = f"Action rejected: {event.rejection_reason or ''}"
-        case AgentError(tool_call_id=str()):
+        case _AgentError(tool_call_id=str()):
             result = event.error or ""
         case _:
             return None

@@ -1,4 +1,4 @@
-"""The `pi` format: sessions of Pi, and of OpenClaw, which is built on it; one file each.
+"""The `pi` and `openclaw` formats: sessions of Pi and of OpenClaw, which is built on it; OpenClaw's telemetry.
 
     {"type": "session", "version": 3, "id": "...", "timestamp": "...", "cwd": "..."}
     {"type": "message", "id": "a1", "parentId": null, "message": {"role": "user", "content": [...]}}
@@ -12,24 +12,36 @@ follows the line before.
 A session is a run; a fork begins with records of another session, whose answers are trained on in one
 of them. A run failed if its last answer did. The log has no reward and no token ids; since 1.6, it has the
 system prompt and the tool definitions, as system messages whose sections and tools add up (`dialects.pi`).
+
+The format `openclaw` is telemetry with messages (`telemetry.jsonl`):
+
+    {"type": "agent.start", "sessionKey": "agent:main:main", "prompt": "..."}
+    {"type": "tool.start", "toolName": "exec", "params": {...}, "sessionKey": "agent:main:main"}
+    {"type": "agent.end", "sessionKey": "agent:main:main", "messages": [...], "success": true}
+
+A file is a run: each session key is an agent. The messages of each `agent.end` are those that the agent
+has at that time; what an earlier one has too is part of the prompt. The run failed if the last `agent.end`
+of the main agent says so. This log has no reward, no token ids, no system prompt and no tool definitions.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
-from rollout_io.formats.contexts import SUMMARIES, Contexts
+from rollout_io.formats.base import note
+from rollout_io.formats.contexts import SUMMARIES, Contexts, Item
 from rollout_io.formats.dialects import pi
 from rollout_io.formats.dialects.pi import PiMessage
+from rollout_io.formats.engines.runs import digest
 from rollout_io.formats.engines.sessions import Line, Names, Sessions
 from rollout_io.formats.grammar import inner
 from rollout_io.formats.parsing.content import NO_JSON
 from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.notes import note
 from rollout_io.formats.start import like
 
 EXTENDED = (
@@ -62,15 +74,11 @@ class Head(Record, gc=False):
     cwd: str | None = None
 
 
-class Spoken(Record, gc=False):
-    """A message."""
-
+class _Spoken(Record, gc=False):
     message: Annotated[msgspec.Raw, inner(pi.MESSAGE)] = NO_JSON
 
 
-class Custom(Record, gc=False):
-    """A message of an extension."""
-
+class _Custom(Record, gc=False):
     content: Annotated[msgspec.Raw, inner(pi.BLOCKS)] = NO_JSON
 
 
@@ -87,22 +95,18 @@ class BranchSummary(Record, gc=False):
     summary: str | None = None
 
 
-class Compaction(Record, gc=False, rename="camel"):
-    """A compaction."""
-
+class _Compaction(Record, gc=False, rename="camel"):
     summary: str | None = None
     system_message: Annotated[PiMessage | None, inner(pi.MESSAGE)] = None
     first_kept_entry_id: str | None = None
 
 
-class ModelChange(Record, gc=False, rename="camel"):
-    """Another model."""
-
+class _ModelChange(Record, gc=False, rename="camel"):
     model_id: str | None = None
 
 
 _MESSAGE = msgspec.json.Decoder(PiMessage)
-_SPOKEN = msgspec.json.Decoder(Spoken)
+_SPOKEN = msgspec.json.Decoder(_Spoken)
 
 
 def identity(kind: str, fields: bytes) -> str | None:
@@ -128,7 +132,7 @@ def read(lines: Iterator[Line], log: Contexts) -> None:
         if heads:
             log.system, log.tools = pi.head_of([heads[n.key] for n in log.path() if n.key in heads])
         key = record.id if record.id and log.find(record.id) is None else where
-        if isinstance(record, Spoken | Custom):
+        if isinstance(record, _Spoken | _Custom):
             message = _message(record, where)
             if message.is_head:
                 heads[log.say([], where, key).key] = message
@@ -137,12 +141,12 @@ def read(lines: Iterator[Line], log: Contexts) -> None:
             continue
         if isinstance(record, Edit):
             _edit(record, log, where)
-        if isinstance(record, Compaction):
+        if isinstance(record, _Compaction):
             note(SUMMARIES)
             _compact(record, log, where, heads)
             if record.system_message is not None:
                 heads[log.say([], where, f"{where}, system").key] = record.system_message
-        elif isinstance(record, ModelChange):
+        elif isinstance(record, _ModelChange):
             log.model = record.model_id or log.model
         text = record.summary if isinstance(record, BranchSummary) else None
         log.say([pi.summary_of(text, is_branch=True)] if text else [], where, key)
@@ -172,15 +176,15 @@ def _edit(record: Edit, log: Contexts, where: str) -> None:
     log.keep(path[at + 1 :])
 
 
-def _message(record: Spoken | Custom, where: str) -> PiMessage:
-    if isinstance(record, Spoken):
+def _message(record: _Spoken | _Custom, where: str) -> PiMessage:
+    if isinstance(record, _Spoken):
         return decode_line(_MESSAGE, bytes(record.message), f"{where}, message")
     note(EXTENDED)
     fields = b'{"role":"custom","content":%s}' % bytes(record.content)
     return decode_line(_MESSAGE, fields, f"{where}, content")
 
 
-def _compact(record: Compaction, log: Contexts, where: str, heads: Collection[str]) -> None:
+def _compact(record: _Compaction, log: Contexts, where: str, heads: Collection[str]) -> None:
     path = log.path()
     first = log.find(record.first_kept_entry_id)
     nodes = path[path.index(first) :] if first in path else []
@@ -201,12 +205,12 @@ ADAPTER = Sessions(
     kind="type",
     records={
         "session": Head,
-        "message": Spoken,
-        "custom_message": Custom,
+        "message": _Spoken,
+        "custom_message": _Custom,
         "branch_summary": BranchSummary,
-        "compaction": Compaction,
+        "compaction": _Compaction,
         "context_edit": Edit,
-        "model_change": ModelChange,
+        "model_change": _ModelChange,
         **dict.fromkeys(
             ("thinking_level_change", "custom", "label", "session_info", "leaf"), Record
         ),
@@ -217,3 +221,72 @@ ADAPTER = Sessions(
     is_record=like({"type": "session", "id": str, "timestamp": str, "message": None}),
     identity=identity,
 ).adapter("sessions of Pi and OpenClaw: JSONL, a tree of records; text only")
+
+
+_SUB = ":subagent:"
+TOOLS_ONLY = "sub-agents of which the log has tool calls but no messages: left out"
+_TELEMETRY_LEAVES = {
+    "facts about an event": "*/agentId */ts */seq */durationMs */timestamp",
+    "repeats the messages of `agent.end`": "agent.start/prompt agent.start/promptLength "
+    "agent.start/messages tool.start tool.end agent.end/markdown",
+    "messages of channels, before and after the agent": "message.in message.out message.sending",
+    "facts about calls": "llm.usage",
+}
+
+
+class _Event(msgspec.Struct, gc=False, rename="camel"):
+    """An event of an agent."""
+
+    session_key: str | None = None
+
+
+class _End(_Event, gc=False):
+    """The end of an agent's turn, with all messages that the agent has."""
+
+    messages: Annotated[list[PiMessage] | None, inner(pi.MESSAGE)] = None
+    success: bool | None = None
+    error: str | None = None
+
+
+def _read_telemetry(lines: Iterator[Line], log: Contexts) -> None:
+    """Read the contexts of all agents of a file."""
+    callers, ended = set[str](), set[str]()
+    for where, kind, event in lines:
+        key = (event.session_key if isinstance(event, _Event) else None) or ""
+        if kind == "tool.start" and _SUB in key:
+            callers.add(key)
+        if not isinstance(event, _End) or not event.messages:
+            continue
+        ended.add(key)
+        agent = log.agent(key) if _SUB in key else log
+        agent.show(_items(event.messages, where))
+        log.model = next((m.model for m in reversed(event.messages) if m.model), log.model)
+        if agent is log:
+            log.error = (event.error or "failed") if event.success is False else None
+    note(TOOLS_ONLY, len(callers - ended))
+
+
+def _items(messages: Sequence[PiMessage], where: str) -> Iterator[Item]:
+    """Yield messages; equal ones have equal keys, whatever the ids of their calls."""
+    num_before = Counter[str]()
+    for i, message in enumerate(messages):
+        place = f"{where}, messages[{i}]"
+        pieces = pi.messages_of(message, place)
+        bare = [
+            {**m, "tool_calls": [c["function"] for c in m.get("tool_calls", ())]} for m in pieces
+        ]
+        key = digest(*(str({**m, "tool_call_id": None}) for m in bare)).hex()
+        num_before[key] += 1
+        yield Item(f"{key} {num_before[key]}", pieces, place, mark="")
+
+
+TELEMETRY = Sessions(
+    kind="type",
+    records={"agent.start": _Event, "agent.end": _End, "tool.start": _Event},
+    leaves=_TELEMETRY_LEAVES,
+    names=lambda path, _: Names(str(path)),
+    read=_read_telemetry,
+    is_record=like(
+        {"type": {"agent.start", "agent.end", "tool.start", "tool.end"}, "sessionKey": str}
+    ),
+).adapter("telemetry of OpenClaw with messages: JSONL; text only", noun="run")

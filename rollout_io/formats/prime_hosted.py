@@ -35,14 +35,12 @@ from rollout_io.formats.base import (
     Run,
     Trajectory,
 )
-from rollout_io.formats.contents import Contents, account
 from rollout_io.formats.engines.records import Records, is_object_with
+from rollout_io.formats.grammar import Contents, account
 from rollout_io.formats.parsing.content import filled, known
-from rollout_io.formats.parsing.documents import logs_below
 from rollout_io.formats.parsing.jsonl import decode_line, read_document
-from rollout_io.formats.parsing.lines import DUPLICATE, read_record
 from rollout_io.formats.parsing.messages import MESSAGE, read_messages
-from rollout_io.formats.parsing.naming import numbers
+from rollout_io.formats.parsing.records import DUPLICATE, logs_below, numbers, read_record
 from schemas.errors import InputError, InvariantError, RolloutError
 
 T = TypeVar("T")

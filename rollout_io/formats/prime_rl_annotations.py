@@ -21,11 +21,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from rollout_io.formats.base import Place
+from rollout_io.formats.base import Place, note_unread
 from rollout_io.formats.grammar import Grammar
 from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.lines import read_record
-from rollout_io.formats.parsing.notes import note_unread
+from rollout_io.formats.parsing.records import read_record
 from rollout_io.formats.parsing.tokens import broken, logprob_array
 from schemas.errors import InputError, count
 

@@ -26,6 +26,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from rollout_io.formats.base import note_run
 from rollout_io.formats.contexts import Contexts
 from rollout_io.formats.dialects import gemini
 from rollout_io.formats.dialects.gemini import Part, parts_in
@@ -33,7 +34,6 @@ from rollout_io.formats.engines.sessions import Line, Names, Sessions
 from rollout_io.formats.grammar import inner
 from rollout_io.formats.parsing.content import NO_JSON
 from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.notes import note_run
 from rollout_io.formats.start import like
 
 REMINDER = (

@@ -22,15 +22,14 @@ import msgspec
 import numpy as np
 
 from rollout_io.formats.base import Conversation, Options, Place, Run, Step, Trajectory
-from rollout_io.formats.contents import account
 from rollout_io.formats.engines.records import Records
-from rollout_io.formats.parsing.bodies import NO_JSON, Int32
-from rollout_io.formats.parsing.content import filled
-from rollout_io.formats.parsing.documents import logs_of, with_group_rule
+from rollout_io.formats.grammar import account
+from rollout_io.formats.parsing.bodies import Int32
+from rollout_io.formats.parsing.content import NO_JSON, filled
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.messages import MESSAGE, read_messages, text_of
 from rollout_io.formats.parsing.model_calls import Call, conversations_of
-from rollout_io.formats.parsing.naming import label, numbers
+from rollout_io.formats.parsing.records import label, logs_of, numbers, with_group_rule
 from rollout_io.formats.parsing.tokens import logprob_array, same_ids, strict_ids
 from rollout_io.formats.start import like
 from schemas.errors import InputError, count
@@ -84,9 +83,7 @@ class _Trajectory(msgspec.Struct, gc=False):
     message_nodes: dict[str, _Node] | None = None
 
 
-class Episode(msgspec.Struct, gc=False):
-    """A run."""
-
+class _Episode(msgspec.Struct, gc=False):
     id: str | None = None
     episode_id: str | None = None
     task: msgspec.Raw = NO_JSON
@@ -104,7 +101,7 @@ _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ANY = msgspec.json.Decoder(Any)
 
 
-def run_of(episode: Episode, place: Place) -> Run:
+def run_of(episode: _Episode, place: Place) -> Run:
     """Return the run of an episode."""
     name = episode.id or episode.episode_id
     if not name:
@@ -136,7 +133,7 @@ def _digest(task: msgspec.Raw) -> str | None:
     return f"task-{hashlib.blake2b(bytes(task), digest_size=6).hexdigest()}"
 
 
-def read(episode: Episode, run: Run, options: Options) -> Trajectory:
+def read(episode: _Episode, run: Run, options: Options) -> Trajectory:
     """Read the calls of an episode, agent by agent in the order of its trajectories.
 
     The outcome is the reward of the first trajectory, as in rLLM's results; all rewards are metrics
@@ -301,7 +298,7 @@ def _place_rewards(trajectory: _Trajectory, steps: Sequence[Step | Conversation]
             step.reward = reward
 
 
-def _metrics(episode: Episode, names: Iterable[str], where: str) -> dict[str, float]:
+def _metrics(episode: _Episode, names: Iterable[str], where: str) -> dict[str, float]:
     metrics = numbers(episode.metrics or {}, f"{where}, metrics")
     if episode.is_correct is not None:
         metrics["is_correct"] = float(episode.is_correct)
@@ -315,7 +312,7 @@ def _metrics(episode: Episode, names: Iterable[str], where: str) -> dict[str, fl
     return metrics
 
 
-def _error(episode: Episode, options: Options, where: str) -> str | None:
+def _error(episode: _Episode, options: Options, where: str) -> str | None:
     reason = label(episode.termination_reason, where) or ""
     if reason == "timeout":
         return reason if options.timeouts == "fail" else None
@@ -333,7 +330,7 @@ _EPISODE = {
     "trajectories": [{"steps": list}],
 }
 ADAPTER = Records(
-    records={"": Episode},
+    records={"": _Episode},
     leaves=_LEAVES,
     run=run_of,
     read=read,

@@ -27,11 +27,11 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
+from rollout_io.dataset.storage import PathLike
 from rollout_io.formats.contexts import Contexts
 from rollout_io.formats.engines.sessions import Line, Names, Sessions
-from rollout_io.formats.exporting import Exported, Failed, PathLike, declared_tables, new_export
-from rollout_io.formats.parsing.completions import calls_in
-from rollout_io.formats.parsing.content import Message, known
+from rollout_io.formats.exporting import Exported, Failed, declared_tables, new_export
+from rollout_io.formats.parsing.content import Message, calls_in, known
 from rollout_io.formats.parsing.messages import openai_tools, read_messages
 from rollout_io.formats.start import like
 from schemas.messages import RETOKENIZED, is_answer, marked, media_in
@@ -84,9 +84,7 @@ class _Message(msgspec.Struct, gc=False, rename="camel"):
     model: str | None = None
 
 
-class Spoken(msgspec.Struct, gc=False):
-    """A message."""
-
+class _Spoken(msgspec.Struct, gc=False):
     message: _Message | None = None
 
 
@@ -99,7 +97,7 @@ def read(lines: Iterator[Line], log: Contexts) -> None:
             log.order = record.step_index
             log.reward = record.reward
             facts = {} if log.name is None else {"reward": record.reward}
-        elif isinstance(record, Spoken) and record.message is not None:
+        elif isinstance(record, _Spoken) and record.message is not None:
             log.model = record.message.model or log.model
             fields = msgspec.structs.asdict(record.message)
             del fields["model"]
@@ -123,7 +121,7 @@ def names(path: Path, first: Sequence[Any]) -> Names:
 ADAPTER = replace(
     Sessions(
         kind="type",
-        records={"session": Head, "message": Spoken},
+        records={"session": Head, "message": _Spoken},
         leaves=_LEAVES,
         names=names,
         read=read,

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 import pyarrow as pa
 
-from rollout_io.formats.parsing.arrays import array_of
+from rollout_io.formats.parsing.tokens import array_of
 from schemas.columns import COLUMN_BY_NAME
 from schemas.errors import InputError, InvariantError, RolloutError, count
 from schemas.ragged import BoolArray

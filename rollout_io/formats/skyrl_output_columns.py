@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from rollout_io.formats.parsing import arrays
-from rollout_io.formats.parsing.arrays import IDS, LOGPROBS, MASK, ROUTES, BrokenArray
+from rollout_io.formats.parsing import tokens
+from rollout_io.formats.parsing.tokens import IDS, LOGPROBS, MASK, ROUTES, BrokenArray
 from rollout_io.formats.skyrl_fields import (
     COLUMN_FIELDS,
     OPTIONAL,
@@ -43,7 +43,7 @@ _NUMBERS = {
     "rollout_logprobs": LOGPROBS,
     "rewards": LOGPROBS._replace(dtype=np.float64),
     _ROUTES: ROUTES,
-    SUPPORT: arrays.SUPPORT,
+    SUPPORT: tokens.SUPPORT,
 }
 _LISTS = {
     "prompt_token_ids": "prompt_token_ids",

@@ -8,6 +8,11 @@
 A sample is a sequence: its response may contain several turns, and `loss_mask` is 0 between them.
 Samples with the same `rollout_id` (or `index`, if that is null) form one run. The file is a pickle;
 `torch.load(weights_only=True)` reads it without running code from it.
+
+The export to slime keeps columns in a sample's `metadata`, which are read back of exported samples only:
+slime and its users put anything into it.
+
+    {"trajectory_id": "a_0", "token_source": "engine", "temperature": 1.0, "trainer_logprobs": [...], ...}
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from rollout_io.dataset.opening import Version, open_input
 from rollout_io.formats.base import (
@@ -35,16 +41,29 @@ from rollout_io.formats.base import (
     Step,
     Trajectory,
 )
-from rollout_io.formats.engines.groups import gathered
-from rollout_io.formats.parsing.arrays import IDS, LOGPROBS, MASK, ROUTES, BrokenArray, Numbers
+from rollout_io.formats.engines.runs import gathered
+from rollout_io.formats.parsing.bodies import Int32
 from rollout_io.formats.parsing.content import filled
-from rollout_io.formats.parsing.documents import index_of, with_group_rule
 from rollout_io.formats.parsing.jsonl import refuse_lfs_pointer
-from rollout_io.formats.parsing.tokens import INT32_MAX, broken, logprob_array
-from rollout_io.formats.parsing.weight_versions import names_of, oldest, versions_of_calls
-from rollout_io.formats.slime_metadata import read_back
+from rollout_io.formats.parsing.records import index_of, with_group_rule
+from rollout_io.formats.parsing.tokens import (
+    IDS,
+    INT32_MAX,
+    LOGPROBS,
+    MASK,
+    ROUTES,
+    BrokenArray,
+    Numbers,
+    broken,
+    logprob_array,
+    names_of,
+    num_ids,
+    oldest,
+    versions_of_calls,
+)
 from rollout_io.formats.start import Start
 from rollout_io.formats.verifiers_traces import runs
+from schemas.columns import COLUMN_BY_NAME
 from schemas.errors import InputError, InvariantError, RolloutError, count
 from schemas.extras import requires_extra
 from schemas.rules import RULES
@@ -170,7 +189,7 @@ def read_samples(run: Run, _options: Options) -> Trajectory:
     last = siblings[-1][0]
     for (sample, where), step in zip(siblings, steps, strict=True):
         others = sample.metadata or {}
-        others = others if failed else read_back(step, others, where)
+        others = others if failed else _read_back(step, others, where)
         metrics = {**_numbers(others, f"{where}, metadata"), **metrics}
     versions = [name for sample, _ in siblings for name in names_of(sample.weight_versions)]
     is_unknown = bool(versions) and oldest(versions) is None
@@ -367,3 +386,59 @@ ADAPTER = Adapter(
     find=lambda inputs, progress: with_group_rule(_all(inputs, progress), _ALONE, "group_index"),
     read=read_samples,
 )
+
+
+_Id = Annotated[int, msgspec.Meta(ge=0, le=INT32_MAX)]
+_MADE = {"label", "status", "weight_versions"}  # columns that every sample gives
+
+
+class _Exported(msgspec.Struct, gc=False):
+    """The columns of a row; `trajectory_id` and `token_source` tell that it was exported."""
+
+    trajectory_id: str
+    token_source: str
+    policy_versions: list[Int32] | None = None
+    trainer_logprobs: list[float] | None = None
+    teacher_token_ids: list[list[_Id]] | None = None
+    teacher_logprobs: list[list[float]] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int32 | None = None
+    sampling_extra: str | None = None
+    agent: str | None = None
+    stop_reason: str | None = None
+    metrics: dict[str, float] | None = None
+
+
+_BY_TOKEN = ("policy_versions", "trainer_logprobs", "teacher_token_ids", "teacher_logprobs")
+
+
+def _read_back(step: Step, metadata: Mapping[Any, Any], where: str) -> dict[Any, Any]:
+    """Set the columns of a step, and strings in user columns; return what else the metadata holds."""
+    if not {"trajectory_id", "token_source"} <= metadata.keys():
+        return dict(metadata)
+    try:
+        columns = msgspec.convert(metadata, _Exported, strict=True)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise InputError("record_type", f"{where}, metadata", str(error)) from None
+    num_tokens = num_ids(step.response_ids)
+    for name in _BY_TOKEN:
+        values = getattr(columns, name)
+        if values is not None and len(values) != num_tokens:
+            finding = f"metadata.{name}: {count(len(values), 'value')}"
+            raise broken("lengths_align", where, finding, f"{num_tokens}, one per response token")
+    for name in _Exported.__struct_fields__:
+        value = getattr(columns, name)
+        if value is not None and name != "trajectory_id":
+            setattr(step, name, value)
+    if columns.policy_versions is not None:
+        step.policy_versions = np.array(columns.policy_versions, np.int32)
+    if columns.trainer_logprobs is not None:
+        step.trainer_logprobs = logprob_array(columns.trainer_logprobs, num_tokens, where)
+    others = {name: v for name, v in metadata.items() if name not in COLUMN_BY_NAME}
+    step.columns = {
+        name: pa.scalar(value, pa.string())
+        for name, value in others.items()
+        if isinstance(name, str) and isinstance(value, str) and name not in _MADE
+    }
+    return others

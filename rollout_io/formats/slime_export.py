@@ -15,18 +15,18 @@ from typing import Any
 
 import pyarrow as pa
 
+from rollout_io.dataset.storage import PathLike
 from rollout_io.formats.exporting import (
     Exported,
     Failed,
     Failures,
     Groups,
-    PathLike,
+    PictureBytes,
     Uniform,
     declared_tables,
     new_export,
     rewards_of,
 )
-from rollout_io.formats.picture_bytes import PictureBytes
 from schemas.columns import metrics_dict
 from schemas.errors import InputError, count
 from schemas.extras import requires_extra

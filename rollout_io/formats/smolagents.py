@@ -16,16 +16,14 @@ from typing import Annotated, Any
 
 import msgspec
 
-from rollout_io.formats.base import Options, Place, Run, Trajectory
-from rollout_io.formats.contents import Contents
+from rollout_io.formats.base import Options, Place, Run, Trajectory, note
 from rollout_io.formats.dialects import frameworks
 from rollout_io.formats.dialects.bodies import answers_of, response_with_tokens
 from rollout_io.formats.engines.records import Records
-from rollout_io.formats.grammar import inner
+from rollout_io.formats.grammar import Contents, inner
 from rollout_io.formats.parsing.content import Message, extend
 from rollout_io.formats.parsing.messages import prompt_key
 from rollout_io.formats.parsing.model_calls import Call, steps_of
-from rollout_io.formats.parsing.notes import note
 
 _ROLES = {"tool-call": "assistant", "tool-response": "user"}
 NO_ANSWER = "steps without the model's messages: left out"

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from rollout_io.dataset.opening import open_input, read_input
+from rollout_io.formats.engines.containers import columns_of
 from rollout_io.formats.parsing.jsonl import decoded, first_lines
-from rollout_io.formats.parsing.sqlite import columns_of
 from schemas.errors import RolloutError
 
 _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()

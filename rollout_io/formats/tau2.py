@@ -21,16 +21,22 @@ from typing import Annotated, Any
 
 import msgspec
 
-from rollout_io.formats.base import Conversation, Found, Options, Place, Rejected, Run, Trajectory
-from rollout_io.formats.contents import Contents
+from rollout_io.formats.base import (
+    Conversation,
+    Found,
+    Options,
+    Place,
+    Rejected,
+    Run,
+    Trajectory,
+    note,
+)
 from rollout_io.formats.engines.records import Records, beside
-from rollout_io.formats.grammar import inner
+from rollout_io.formats.grammar import Contents, inner
 from rollout_io.formats.parsing.content import NO_JSON, Message, known, raw_of
 from rollout_io.formats.parsing.jsonl import decode_document, decode_line
-from rollout_io.formats.parsing.lines import read_record
 from rollout_io.formats.parsing.messages import read_messages
-from rollout_io.formats.parsing.naming import numbers
-from rollout_io.formats.parsing.notes import note
+from rollout_io.formats.parsing.records import numbers, read_record
 from rollout_io.formats.parsing.tokens import INT32_MAX
 from schemas.errors import InputError, count
 
@@ -50,9 +56,7 @@ _LEAVES = {
 }
 
 
-class Simulation(msgspec.Struct, gc=False):
-    """A run."""
-
+class _Simulation(msgspec.Struct, gc=False):
     task_id: str | int | None = None
     id: str | None = None
     policy: str | None = None
@@ -87,7 +91,7 @@ _INDEX = msgspec.json.Decoder(_Index)
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
 
 
-def run_of(simulation: Simulation, place: Place) -> Run:
+def run_of(simulation: _Simulation, place: Place) -> Run:
     """Return the run of a simulation; the index of simulations in other files is refused."""
     if simulation.task_id is None:
         raise _without_simulations(place.where, len(_indexed(place)))
@@ -96,7 +100,7 @@ def run_of(simulation: Simulation, place: Place) -> Run:
     return Run(instance_id=task, repetition_id=simulation.trial, places=[place], labels=labels)
 
 
-def read(simulation: Simulation, run: Run, _: Options) -> Trajectory:
+def read(simulation: _Simulation, run: Run, _: Options) -> Trajectory:
     """Read the agent's conversation in a simulation; numbers of its evaluation become metrics."""
     place = run.places[0]
     logged = simulation.messages or []
@@ -218,7 +222,7 @@ def _is_simulation(value: Mapping[str, Any]) -> bool:
 
 
 ADAPTER = Records(
-    records={"": Simulation},
+    records={"": _Simulation},
     leaves=_LEAVES,
     run=run_of,
     read=read,

@@ -36,8 +36,8 @@ from rollout_io.formats.base import (
     Rejected,
     Run,
     Trajectory,
+    note,
 )
-from rollout_io.formats.contents import Contents
 from rollout_io.formats.dialects import frameworks
 from rollout_io.formats.dialects.bodies import value_of
 from rollout_io.formats.dialects.model_spans import (
@@ -50,14 +50,13 @@ from rollout_io.formats.dialects.model_spans import (
     stop_reason,
 )
 from rollout_io.formats.dialects.spans import Span, at, form_of, protobuf_records, spans_in
-from rollout_io.formats.engines.groups import gathered
 from rollout_io.formats.engines.records import decoder_of, records_of
+from rollout_io.formats.engines.runs import gathered
+from rollout_io.formats.grammar import Contents
 from rollout_io.formats.parsing.content import Message
-from rollout_io.formats.parsing.documents import with_group_rule
 from rollout_io.formats.parsing.jsonl import contained, refuse_lfs_pointer
-from rollout_io.formats.parsing.lines import Record, read_record
 from rollout_io.formats.parsing.model_calls import Call, steps_of
-from rollout_io.formats.parsing.notes import note
+from rollout_io.formats.parsing.records import Record, read_record, with_group_rule
 from rollout_io.formats.start import Start
 from schemas.errors import InputError, RolloutError
 

@@ -30,6 +30,7 @@ from typing import Annotated, Any
 import pyarrow as pa
 
 from rollout_io.dataset.opening import Version
+from rollout_io.dataset.storage import PathLike
 from rollout_io.formats.base import (
     About,
     Completion,
@@ -40,15 +41,15 @@ from rollout_io.formats.base import (
     Run,
     Trajectory,
 )
+from rollout_io.formats.engines.containers import is_table, schema_of
 from rollout_io.formats.engines.records import Open, Records
-from rollout_io.formats.engines.tables import is_table, schema_of
 from rollout_io.formats.exporting import (
     Exported,
     Failed,
     Failures,
     Groups,
     ParquetFile,
-    PathLike,
+    PictureBytes,
     Uniform,
     declared_tables,
     new_export,
@@ -58,8 +59,7 @@ from rollout_io.formats.exporting import (
 from rollout_io.formats.grammar import inner
 from rollout_io.formats.parsing.content import Message, raw_of
 from rollout_io.formats.parsing.messages import MESSAGE, prompt_key, read_messages
-from rollout_io.formats.parsing.naming import numbers
-from rollout_io.formats.picture_bytes import PictureBytes
+from rollout_io.formats.parsing.records import numbers
 from schemas.errors import InputError
 
 _REQUIRED = frozenset({"step", "prompt", "completion"})

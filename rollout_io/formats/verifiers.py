@@ -32,17 +32,14 @@ from rollout_io.formats.base import (
     Run,
     Step,
     Trajectory,
+    note,
 )
-from rollout_io.formats.contents import account
 from rollout_io.formats.engines.records import Open, Records
-from rollout_io.formats.grammar import Grammar
-from rollout_io.formats.parsing.bodies import NO_JSON, Int32
-from rollout_io.formats.parsing.content import filled
-from rollout_io.formats.parsing.documents import logs_of
+from rollout_io.formats.grammar import Grammar, account
+from rollout_io.formats.parsing.bodies import Int32
+from rollout_io.formats.parsing.content import NO_JSON, filled
 from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.lines import read_record, refuse_repeated
-from rollout_io.formats.parsing.naming import label
-from rollout_io.formats.parsing.notes import note
+from rollout_io.formats.parsing.records import label, logs_of, read_record, refuse_repeated
 from rollout_io.formats.prime_rl_annotations import HEAD, PART, UPDATES, Update, read_updates
 from rollout_io.formats.verifiers_rows import METADATA, ROWS, metadata_beside, read_row
 from rollout_io.formats.verifiers_traces import Failure, Graph, Trace, metrics_of

@@ -22,16 +22,13 @@ import numpy.typing as npt
 
 from rollout_io.dataset.opening import Version
 from rollout_io.formats.base import Conversation, Options, Place, Step, Trajectory
-from rollout_io.formats.contents import account
 from rollout_io.formats.engines.records import Open
-from rollout_io.formats.grammar import Grammar
-from rollout_io.formats.parsing.bodies import NO_JSON, Sampling, Usage
-from rollout_io.formats.parsing.content import Message, filled
+from rollout_io.formats.grammar import Grammar, account
+from rollout_io.formats.parsing.bodies import Sampling, Usage, sampling_extra
+from rollout_io.formats.parsing.content import NO_JSON, Message, filled
 from rollout_io.formats.parsing.jsonl import decode_line, read_document
-from rollout_io.formats.parsing.lines import read_record
 from rollout_io.formats.parsing.messages import MESSAGE, openai_tools, read_messages, text_of
-from rollout_io.formats.parsing.naming import label, numbers
-from rollout_io.formats.parsing.sampling import sampling_extra
+from rollout_io.formats.parsing.records import label, numbers, read_record
 from rollout_io.formats.parsing.tokens import broken, logprob_array, same_ids, strict_ids
 from schemas.errors import InputError
 

@@ -23,13 +23,12 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_io.formats.base import Conversation, Step
-from rollout_io.formats.contents import account
 from rollout_io.formats.contexts import Contexts
-from rollout_io.formats.parsing.bodies import NO_JSON, Sampling, Usage
-from rollout_io.formats.parsing.content import Message
+from rollout_io.formats.grammar import account
+from rollout_io.formats.parsing.bodies import Sampling, Usage, sampling_extra
+from rollout_io.formats.parsing.content import NO_JSON, Message
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.messages import MESSAGE, openai_tools, read_messages, text_of
-from rollout_io.formats.parsing.sampling import sampling_extra
 from rollout_io.formats.parsing.tokens import broken, logprob_array, strict_ids
 from rollout_io.formats.prime_rl_annotations import Annotations, Update
 from schemas.errors import InputError

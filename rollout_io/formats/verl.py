@@ -37,14 +37,24 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rollout_io.formats.base import About, Completion, Found, Options, Place, Run, Trajectory
+from rollout_io.dataset.storage import PathLike
+from rollout_io.formats.base import (
+    About,
+    Completion,
+    Found,
+    Options,
+    Place,
+    Run,
+    Trajectory,
+    note_run,
+)
 from rollout_io.formats.engines.records import Open, Records
 from rollout_io.formats.exporting import (
     Exported,
     Failed,
     Failures,
     ParquetFile,
-    PathLike,
+    PictureBytes,
     Uniform,
     declared_tables,
     new_export,
@@ -53,9 +63,7 @@ from rollout_io.formats.exporting import (
 )
 from rollout_io.formats.parsing.content import NO_JSON, filled
 from rollout_io.formats.parsing.messages import prompt_key
-from rollout_io.formats.parsing.naming import label, numbers, with_files_apart
-from rollout_io.formats.parsing.notes import note_run
-from rollout_io.formats.picture_bytes import PictureBytes
+from rollout_io.formats.parsing.records import label, numbers, with_files_apart
 from schemas.columns import PICTURES
 from schemas.ragged import Ragged, list_lengths, offsets_of, ranges
 

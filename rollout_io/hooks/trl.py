@@ -7,7 +7,7 @@ import math
 import os
 from typing import Any
 
-from rollout_io.formats.parsing.sampling import sampling_extra
+from rollout_io.formats.parsing.bodies import sampling_extra
 from rollout_io.hooks.appender import RolloutAppender
 from schemas.metadata import DatasetMetadata
 

@@ -19,8 +19,7 @@ from rollout_io.dataset.reader import iter_tables, pieces, read_metadata
 from rollout_io.dataset.rewriting import rewrite
 from rollout_io.dataset.sources import Sources
 from rollout_io.redaction.literals import Literals, cut_parts, views, widened
-from rollout_io.redaction.scanned import CONTEXT_BYTES
-from rollout_io.redaction.scanner import Found, Rules, scan
+from rollout_io.redaction.scanner import CONTEXT_BYTES, Found, Rules, scan
 from rollout_io.redaction.tables import REDACTED, Redactor, sampled_ranges
 from rollout_io.redaction.values import has_text, texts_in
 from rollout_io.retokenize.local import is_other_tokenizer, not_found, remembered_tokenizer

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from schemas.lazy import exports
 
 if TYPE_CHECKING:
-    from rollout_io.retokenize.fixed_base import encode_messages
+    from rollout_io.retokenize.encoding import encode_messages
     from rollout_io.retokenize.response import (
         ResponseTokens,
         Retokenized,

@@ -117,7 +117,7 @@ class ChatTokenizer:
 
     @cached_property
     def literals(self) -> dict[int, Any]:
-        """Cache of `rollout_io.retokenize.literals`."""
+        """Cache of `rollout_io.retokenize.encoding`."""
         return {}
 
     @cached_property

@@ -12,7 +12,7 @@ from filelock import FileLock
 import pipelines
 import rollout_io
 from rollout_io import convert
-from rollout_io.conversion.settings import Keywords
+from rollout_io.conversion.plan import Keywords
 from tests.conftest import EXAMPLES
 from tests.helpers.browser_helpers import chromium, run_view, viewing
 from tests.helpers.configs import train_config

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.view import written
 from rollout_io import convert, scan
-from rollout_io.conversion.settings import Keywords
+from rollout_io.conversion.plan import Keywords
 from tests.browser.conftest import export, made_once, number, tab_at, viewer
 from tests.conftest import EXAMPLES, ROOT
 from tests.helpers.view_helpers import facts_of

@@ -6,7 +6,7 @@ import polars as pl
 
 import pipelines
 from rollout_io import convert
-from rollout_io.conversion.settings import Keywords
+from rollout_io.conversion.plan import Keywords
 from tests.conftest import EXAMPLES, ROOT
 
 CODE = re.findall(r"```python\n(.*?)```", (ROOT / "docs/recipes.md").read_text(), re.DOTALL)

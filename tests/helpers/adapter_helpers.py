@@ -14,9 +14,18 @@ from rollout_io.conversion.driver import Conversion, Keywords, convert
 from rollout_io.conversion.inputs import open_inputs
 from rollout_io.conversion.opened_logs import Log, Opened
 from rollout_io.conversion.plan import Plan, plan
-from rollout_io.formats.base import Adapter, Input, Options, Rejected, Run, Trajectory
-from rollout_io.formats.parsing.lines import close_files
-from rollout_io.formats.parsing.notes import UNREAD, noted, unread_in
+from rollout_io.formats.base import (
+    UNREAD,
+    Adapter,
+    Input,
+    Options,
+    Rejected,
+    Run,
+    Trajectory,
+    noted,
+    unread_in,
+)
+from rollout_io.formats.parsing.records import close_files
 from rollout_io.formats.start import Start
 from schemas.errors import RolloutError
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rollout_io.retokenize.messages import normalize
+from rollout_io.retokenize.chat_template import normalize
 
 Message = dict[str, Any]
 WEATHER = {

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from rollout_io import read_log
-from rollout_io.conversion.settings import Keywords
+from rollout_io.conversion.plan import Keywords
 from schemas import check
 from schemas.columns import metrics_dict
 from schemas.errors import RolloutError

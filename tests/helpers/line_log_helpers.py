@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from rollout_io.formats.base import Conversation, Options
 from rollout_io.formats.start import Start
-from rollout_io.retokenize.messages import normalize
+from rollout_io.retokenize.chat_template import normalize
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import planned
 from tests.helpers.text_log_helpers import mutated

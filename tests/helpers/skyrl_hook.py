@@ -24,8 +24,7 @@ from skyrl_gym.envs.registration import register
 from transformers import AutoModelForCausalLM
 
 from rollout_io.hooks.appender import RolloutAppender
-from rollout_io.hooks.skyrl import RecordedGenerator
-from rollout_io.hooks.skyrl_dump import output_of
+from rollout_io.hooks.skyrl import RecordedGenerator, output_of
 from schemas.metadata import DatasetMetadata
 from tests.helpers.generation_helpers import config_of
 from trainer.engine.embedded import TransformersEngine

@@ -5,7 +5,7 @@ import json
 from hypothesis import strategies as st
 
 from rollout_io.formats.base import Input, Options, Rejected, Run, Trajectory
-from rollout_io.formats.parsing.lines import close_files
+from rollout_io.formats.parsing.records import close_files
 from rollout_io.formats.start import Start
 from schemas.errors import RolloutError
 

@@ -3,7 +3,7 @@
 import json
 import re
 
-from rollout_io.retokenize.messages import normalize
+from rollout_io.retokenize.chat_template import normalize
 from tests.helpers.fake_engine import FakeEngine, answer, event
 
 CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)

@@ -7,7 +7,7 @@ import polars as pl
 import pipelines
 from pipelines.merging.merge import merge
 from rollout_io import read_log, scan
-from rollout_io.conversion.settings import Keywords
+from rollout_io.conversion.plan import Keywords
 from tests.conftest import EXAMPLES
 from tests.helpers.filter_helpers import table
 

@@ -9,7 +9,7 @@ import pytest
 
 import rollout_io
 from rollout_io.cli.main import run
-from rollout_io.conversion.settings import Keywords
+from rollout_io.conversion.plan import Keywords
 from tests.conftest import ROOT
 
 SHOP = ROOT / "examples" / "shop.calls.jsonl"

@@ -2,7 +2,7 @@ import pytest
 
 from pipelines.generation.config import GenerateConfig
 from pipelines.record.settings import RecordSettings
-from rollout_io.conversion.settings import Choices
+from rollout_io.conversion.plan import Choices
 from schemas.errors import ConfigError
 from trainer.config.sections import AdvantageConfig, DataConfig
 

@@ -14,7 +14,7 @@ import pipelines
 import rollout_io
 from pipelines.merging.merge import merge_table, unmerge_table
 from rollout_io.cli.main import run
-from rollout_io.conversion.settings import Keywords
+from rollout_io.conversion.plan import Keywords
 from rollout_io.redaction.redact import Findings, redact
 from rollout_io.redaction.scanner import Rules
 from tests.conftest import ROOT

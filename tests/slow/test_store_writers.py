@@ -10,9 +10,9 @@ import time
 import pytest
 
 import rollout_io
-from rollout_io.dataset import store_lock
+from rollout_io.dataset import locking
+from rollout_io.dataset.locking import StoreLock
 from rollout_io.dataset.storage import Location
-from rollout_io.dataset.store_lock import StoreLock
 from schemas.errors import InputError
 from tests.helpers.conversion_helpers import call, write
 from tests.helpers.faulty_store import CUT, empty_bucket
@@ -74,7 +74,7 @@ def test_of_three_converters_of_one_prefix_one_wins_and_the_others_are_refused_b
 
 
 def test_a_writer_is_refused_by_the_name_of_the_one_that_holds_the_prefix(monkeypatch):
-    monkeypatch.setattr(store_lock, "_PROCESS", "of another process")
+    monkeypatch.setattr(locking, "_PROCESS", "of another process")
     holder = StoreLock(Location.of("s3://bucket/held"))
     monkeypatch.undo()
     try:
@@ -101,11 +101,11 @@ def test_a_killed_writer_frees_the_prefix_and_the_same_command_completes_the_dat
 
 
 def test_a_paused_writer_whose_prefix_was_taken_publishes_nothing(monkeypatch):
-    monkeypatch.setattr(store_lock, "BEAT_S", 3600.0)  # never writes again
-    monkeypatch.setattr(store_lock, "LEASE_S", 1.0)
-    monkeypatch.setattr(store_lock, "_PROCESS", "of another process")
+    monkeypatch.setattr(locking, "BEAT_S", 3600.0)  # never writes again
+    monkeypatch.setattr(locking, "LEASE_S", 1.0)
+    monkeypatch.setattr(locking, "_PROCESS", "of another process")
     paused = StoreLock(Location.of("s3://bucket/paused"))
-    monkeypatch.setattr(store_lock, "_PROCESS", "this process")
+    monkeypatch.setattr(locking, "_PROCESS", "this process")
     second = StoreLock(Location.of("s3://bucket/paused"))
     assert second.is_held
     second.refuse_lost()

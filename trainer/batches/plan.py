@@ -12,7 +12,7 @@ import polars.selectors as cs
 
 from pipelines.rescoring.versions import with_version
 from pipelines.rewards import are_equal, fold_trajectories, trajectory_returns
-from rollout_io.dataset.returns import metric_of
+from rollout_io.dataset.trajectory_facts import metric_of
 from rollout_io.dataset.versions import is_version
 from schemas.error_ids import fix_of
 from schemas.errors import InputError, InvariantError, first_of

@@ -10,7 +10,7 @@ import polars as pl
 
 import rollout_io
 from rollout_io.dataset.prefix_layout import trajectory_starts
-from rollout_io.dataset.row_digests import with_stored_digest
+from rollout_io.dataset.versions import with_stored_digest
 from schemas.ragged import IntArray, offsets_of
 from schemas.types import as_table
 from trainer.batches.chains import ranked_steps

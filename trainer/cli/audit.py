@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from rollout_io.cli.datasets import dataset_argument
+from rollout_io.cli.options import dataset_argument
 from rollout_io.cli.output import emit_json, emit_styled, example, note, shown_log, warn
 from rollout_io.retokenize.local import about_other_tokenizer, tokenizer_directory
 from schemas.errors import InputError, count
@@ -63,7 +63,7 @@ def audit(
 
     if out is not None:
         check_table_out(out)
-    from rollout_io.cli.datasets import open_valid
+    from rollout_io.cli.options import open_valid
     from rollout_io.dataset.reader import read_metadata
     from rollout_io.retokenize.tokenizer import load_tokenizer
     from rollout_io.terminal import Bar

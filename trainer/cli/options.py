@@ -11,8 +11,8 @@ from pathlib import Path
 
 import click
 
+from rollout_io.cli.options import HintedUsageError
 from rollout_io.cli.output import next_command, note
-from rollout_io.cli.usage import HintedUsageError
 from schemas.errors import InputError
 
 algorithm_option = click.option(

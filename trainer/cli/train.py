@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rollout_io.cli.datasets import can_audit, dataset_argument, workers_of
+from rollout_io.cli.options import HintedUsageError, can_audit, dataset_argument, workers_of
 from rollout_io.cli.output import (
     announced_stop,
     emit,
@@ -21,7 +21,6 @@ from rollout_io.cli.output import (
     note,
     shown_log,
 )
-from rollout_io.cli.usage import HintedUsageError
 from schemas.errors import count
 from trainer.cli.options import (
     algorithm_option,
@@ -220,7 +219,7 @@ def plot(
     else:
         if metrics:
             raise click.UsageError("--metric applies to runs, not to datasets.")
-        from rollout_io.cli.datasets import open_valid
+        from rollout_io.cli.options import open_valid
         from trainer.reports.charts import check_image
         from trainer.reports.dataset_plot import plot_datasets
 

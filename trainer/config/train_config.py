@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from rollout_io.configuration import check_required, load_record, read_values
-from rollout_io.dataset.atomic_files import replace_text
+from rollout_io.dataset.filesystems import replace_text
 from trainer.checks import check_settings
 from trainer.config.functions import ADVANTAGE_ESTIMATOR, KINDS, Function, bind, own_parameters
 from trainer.config.learning_rate import Method, usual_learning_rate
@@ -203,7 +203,7 @@ def resolved(config: AnySections) -> AnySections:
     Raises:
         RolloutError: The dataset cannot be read.
     """
-    from rollout_io.dataset.returns import dataset_outcome
+    from rollout_io.dataset.trajectory_facts import dataset_outcome
 
     data, batch, model, advantage = config.data, config.batch, config.model, config.advantage
     rule = batch.merge_rule
@@ -226,7 +226,7 @@ def _was_merged(dataset: str) -> bool:
     If the history has neither, return True if any row was merged from several steps.
     """
     import rollout_io
-    from rollout_io.dataset.returns import joined
+    from rollout_io.dataset.trajectory_facts import joined
 
     history = rollout_io.read_metadata(dataset).made_by
     verbs = [entry["verb"] for entry in history if entry.get("verb") in {"merge", "unmerge"}]

@@ -15,7 +15,7 @@ from pipelines.generation.engines.base import ENGINE_DOWN, Sampled, Sampling, to
 from pipelines.generation.engines.completion_parsing import engine_answers
 from pipelines.generation.engines.request_fields import sampling_fields, support_fields
 from pipelines.generation.trajectory import ENDS_THE_RUN
-from rollout_io.formats.parsing.support import complete_support
+from rollout_io.formats.parsing.bodies import complete_support
 from rollout_io.formats.parsing.tokens import logprob_array
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.errors import ConfigError, EngineError, RolloutError

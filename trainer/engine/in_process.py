@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipelines.generation.engines.base import CONTEXT_LENGTH, Sampled, Sampling
-from rollout_io.retokenize.messages import normalize
+from rollout_io.retokenize.chat_template import normalize
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.errors import EngineError
 

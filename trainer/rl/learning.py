@@ -14,7 +14,7 @@ from accelerate.utils import set_seed
 from torch import Tensor
 
 from pipelines.generation.aggregation import ENVIRONMENT
-from rollout_io.dataset.atomic_files import whole
+from rollout_io.dataset.filesystems import whole
 from rollout_io.terminal import duration
 from schemas.errors import ConfigError, InputError
 from trainer.batches.forest import RowLimit

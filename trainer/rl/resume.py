@@ -9,7 +9,7 @@ from typing import Any
 
 from pipelines.generation.config import HOW_IT_RUNS
 from rollout_io.configuration import flat
-from rollout_io.dataset.atomic_files import replace_text
+from rollout_io.dataset.filesystems import replace_text
 from schemas.errors import InputError, count
 from trainer.rl.config import RlConfig
 from trainer.run.checkpoint import discard_after, latest_checkpoint

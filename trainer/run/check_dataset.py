@@ -10,7 +10,7 @@ import polars as pl
 import rollout_io
 from pipelines.rescoring.versions import with_version
 from pipelines.sampling_defaults import COLUMNS, FILE, NEUTRAL, missing_columns, sampling_defaults
-from rollout_io.formats.parsing.sampling import sampling_extra_of
+from rollout_io.formats.parsing.bodies import sampling_extra_of
 from schemas.errors import count
 from trainer import checks
 from trainer.batches.forest import RowLimit

@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rollout_io.dataset.atomic_files import replace_text, whole
+from rollout_io.dataset.filesystems import replace_text, whole
 from schemas.errors import InputError, count
 from trainer.distributed.processes import is_main
 from trainer.models.critic import Critic

@@ -18,7 +18,7 @@ import transformers
 from accelerate import Accelerator
 
 import rollout_io
-from rollout_io.dataset.atomic_files import replace_text
+from rollout_io.dataset.filesystems import replace_text
 from schemas.errors import count
 from trainer.config.train_config import TrainConfig
 from trainer.run.messages import say

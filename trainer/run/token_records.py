@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from safetensors.torch import load, save
 from torch import Tensor
 
-from rollout_io.dataset.atomic_files import whole
+from rollout_io.dataset.filesystems import whole
 from schemas.errors import count
 from schemas.numpy_arrays import to_arrow
 from schemas.ragged import BoolArray, offsets_of

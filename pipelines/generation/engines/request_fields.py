@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from pipelines.generation.engines.base import Sampling, contains_any
-from rollout_io.formats.parsing import bodies, support
+from rollout_io.formats.parsing import bodies
 from schemas.metadata import LogprobsMode
 
 _ANSWER = msgspec.json.Decoder(bodies.Response)
@@ -46,7 +46,7 @@ def support_fields(
     if isinstance(sampling, Sampling):
         names = ("temperature", "top_p", "top_k", "min_p")
         sampling = bodies.Sampling(**{name: getattr(sampling, name) for name in names})
-    most = support.num_to_ask(sampling) if mode == "processed" else None
+    most = bodies.num_to_ask(sampling) if mode == "processed" else None
     if most is None:
         return {}
     name = "top_logprobs" if is_chat else "logprobs"
@@ -55,4 +55,4 @@ def support_fields(
 
 def read_support(body: bytes, response_ids: Sequence[int]) -> list[list[int]] | None:
     """Return the kept ids at each token; None unless they are complete at every token."""
-    return support.read_support(_ANSWER.decode(body).choices[0].logprobs, response_ids)
+    return bodies.read_support(_ANSWER.decode(body).choices[0].logprobs, response_ids)

@@ -39,9 +39,9 @@ from pipelines.record.dialects.responses_request import (
     named_tools,
     request_to_chat,
 )
+from rollout_io.formats.base import noted
 from rollout_io.formats.dialects.responses import ENCRYPTED_THOUGHTS
 from rollout_io.formats.parsing.content import known
-from rollout_io.formats.parsing.notes import noted
 from schemas.errors import InputError
 
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from rollout_io.formats.contents import SELF, Contents
+from rollout_io.formats.grammar import SELF, Contents
 from rollout_io.formats.parsing.content import (
     THOUGHTS,
     Content,

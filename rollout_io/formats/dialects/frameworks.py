@@ -20,24 +20,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rollout_io.formats.contents import account_by_text
-from rollout_io.formats.dialects import anthropic, gemini
-from rollout_io.formats.dialects.parts import (
-    as_json,
-    as_text,
-    call_block,
-    is_of_vercel,
-    langchain_block,
-    media_block,
-    parsed,
-    result_block,
-    vercel_block,
-    word,
-)
-from rollout_io.formats.parsing.content import Message, bad_message, known, raw_of
-from rollout_io.formats.parsing.messages import MARKS, read_messages, with_marks
+import msgspec
 
-Fields = Mapping[str, Any]
+from rollout_io.formats.dialects import anthropic, gemini
+from rollout_io.formats.parsing.content import Message, bad_message, canonical_json, known, raw_of
+from rollout_io.formats.parsing.messages import MARKS, read_messages, with_marks
+from rollout_io.formats.unread import account_by_text
 
 LANGCHAIN = {
     "human": "user",
@@ -99,8 +87,7 @@ def messages(history: Iterable[Any], where: str) -> list[Message]:
     instructions: str | None = None
     for i, logged in enumerate(history):
         place = f"{where}[{i}]"
-        if isinstance(logged, Mapping):
-            logged = _without_wrapper(logged)
+        logged = _without_wrapper(logged) if isinstance(logged, Mapping) else logged
         if isinstance(logged, Mapping) and logged.get("kind") == "request":
             stated = logged.get("instructions")
             if instructions is not None and stated not in {None, instructions}:
@@ -155,7 +142,7 @@ def _one(message: Any, where: str, before: Sequence[Message]) -> list[Message]:
     return _of_chat(message, where)
 
 
-def _without_wrapper(message: Fields) -> Fields:
+def _without_wrapper(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the fields of a message that LangChain or an API put into another object."""
     if "lc" in message and isinstance(message.get("kwargs"), Mapping):
         path = message.get("id") or [""]
@@ -166,7 +153,7 @@ def _without_wrapper(message: Fields) -> Fields:
     return message
 
 
-def _of_chat(message: Fields, where: str) -> list[Message]:
+def _of_chat(message: Mapping[str, Any], where: str) -> list[Message]:
     fields = dict(message)
     event = str(fields.get("event.name", ""))
     if "role" not in fields and event.startswith("gen_ai."):
@@ -203,7 +190,7 @@ def _openai_call(call: Any) -> Any:
     return known({"id": call.get("id"), "type": "function", "function": function})
 
 
-def _of_langchain(message: Fields, role: str, where: str) -> list[Message]:
+def _of_langchain(message: Mapping[str, Any], role: str, where: str) -> list[Message]:
     calls = [*(message.get("tool_calls") or ()), *(message.get("invalid_tool_calls") or ())]
     content = message.get("content")
     if calls and isinstance(content, list):
@@ -233,7 +220,7 @@ def _of_blocks(role: str, blocks: list[Any], where: str) -> list[Message]:
     return anthropic.messages([{"role": role, "content": blocks}], where)
 
 
-def _semantic_block(part: Any) -> Fields | str:
+def _semantic_block(part: Any) -> Mapping[str, Any] | str:
     """Return a part of OpenTelemetry's GenAI conventions as a block of Anthropic's API."""
     if not isinstance(part, Mapping):
         return str(part)
@@ -255,7 +242,7 @@ def _semantic_block(part: Any) -> Fields | str:
     return part
 
 
-def _of_pydantic_ai(message: Fields, where: str) -> list[Message]:
+def _of_pydantic_ai(message: Mapping[str, Any], where: str) -> list[Message]:
     if message["kind"] == "response":
         blocks = [_pydantic_block(part, where) for part in message["parts"]]
         return _of_blocks("assistant", blocks, where)
@@ -278,7 +265,7 @@ def _of_pydantic_ai(message: Fields, where: str) -> list[Message]:
     return converted
 
 
-def _pydantic_block(part: Fields, where: str) -> Fields:
+def _pydantic_block(part: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     kind = word(part.get("part_kind"))
     if kind in {"text", "thinking"}:
         return {"type": kind, ("text" if kind == "text" else "thinking"): part.get("content") or ""}
@@ -292,7 +279,7 @@ def _pydantic_block(part: Fields, where: str) -> Fields:
     raise bad_message(where, f"a part of the kind {kind!r}", "a part of a response")
 
 
-def _user_block(part: Any) -> Fields | str:
+def _user_block(part: Any) -> Mapping[str, Any] | str:
     if not isinstance(part, Mapping):
         return as_text(part)
     kind = str(part.get("kind"))
@@ -305,7 +292,7 @@ def _user_block(part: Any) -> Fields | str:
     return part
 
 
-def _of_autogen(message: Fields, where: str) -> list[Message]:
+def _of_autogen(message: Mapping[str, Any], where: str) -> list[Message]:
     kind, content = message["type"], message.get("content")
     if kind == "FunctionExecutionResultMessage":
         results = [result_block(part.get("call_id"), part.get("content")) for part in content or ()]
@@ -322,7 +309,7 @@ def _of_autogen(message: Fields, where: str) -> list[Message]:
     return _of_blocks(role, blocks, where)
 
 
-def _of_llama_index(message: Fields, where: str) -> list[Message]:
+def _of_llama_index(message: Mapping[str, Any], where: str) -> list[Message]:
     more, role = message.get("additional_kwargs") or {}, str(message.get("role"))
     blocks = [_llama_block(block, where) for block in message["blocks"]]
     calls = more.get("tool_calls")
@@ -338,7 +325,7 @@ def _of_llama_index(message: Fields, where: str) -> list[Message]:
     return _of_blocks(role, blocks, where)
 
 
-def _llama_block(block: Fields, where: str) -> Fields:
+def _llama_block(block: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     match word(block.get("block_type")):
         case "text":
             return {"type": "text", "text": block.get("text") or ""}
@@ -355,7 +342,7 @@ def _llama_block(block: Fields, where: str) -> Fields:
             raise bad_message(where, f"a block of the type {kind!r}", expected)
 
 
-def _of_sharegpt(message: Fields, where: str) -> list[Message]:
+def _of_sharegpt(message: Mapping[str, Any], where: str) -> list[Message]:
     sender, value = str(message["from"]), message["value"]
     role = _SHAREGPT.get(sender, sender)
     if sender == "function_call":
@@ -364,3 +351,99 @@ def _of_sharegpt(message: Fields, where: str) -> list[Message]:
         if all(isinstance(one, Mapping) and "name" in one for one in calls):
             return read_messages([raw_of({"role": role, "tool_calls": calls})], where)
     return read_messages([raw_of({"role": role, "content": as_text(value)})], where)
+
+
+def call_block(call_id: Any, name: Any, arguments: Any) -> Mapping[str, Any]:
+    """Return a call as a block; arguments may be JSON text."""
+    return {"type": "tool_use", "id": call_id, "name": name, "input": parsed(arguments)}
+
+
+def media_block(kind: str, data: Any, url: Any, mime: Any) -> Mapping[str, Any]:
+    """Return a picture or a file as a block: its bytes in base64, or its URL."""
+    source = {"type": "base64", "data": data} if data else {"type": "url", "url": url}
+    return {"type": kind, "source": known(source | {"media_type": mime})}
+
+
+def result_block(call_id: Any, result: Any) -> Mapping[str, Any]:
+    """Return the result of a call as a block; a list of parts is its content, anything else is text."""
+    is_parts = isinstance(result, list) and all(
+        isinstance(part, Mapping) and isinstance(part.get("type"), str) for part in result
+    )
+    content = result if is_parts and result else as_text(result)
+    return known({"type": "tool_result", "tool_use_id": call_id, "content": content})
+
+
+def word(value: Any) -> str:
+    """Return a value that names a kind; damaged logs may have anything in its place."""
+    return value if isinstance(value, str) else ""
+
+
+def as_text(value: Any) -> str:
+    """Return a text as it is, null as an empty text, and any other value as JSON."""
+    return "" if value is None else as_json(value)
+
+
+def as_json(value: Any) -> str:
+    """Return a text as it is, and any other value as JSON."""
+    return value if isinstance(value, str) else canonical_json(msgspec.json.encode(value))
+
+
+def parsed(value: Any) -> Any:
+    """Return the value of JSON text; any other value, and text that is no JSON, as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return msgspec.json.decode(value)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return value
+
+
+def langchain_block(part: Any) -> Any:
+    """Return a picture or a file, whose bytes LangChain has beside its type, with a `source`."""
+    if not isinstance(part, Mapping) or word(part.get("type")) not in {"image", "file", "audio"}:
+        return part
+    data, url = part.get("data", part.get("base64")), part.get("url")
+    if not isinstance(data, str) and not isinstance(url, str):
+        return part
+    kind = "document" if part["type"] == "file" else part["type"]
+    return media_block(kind, data, url, part.get("mime_type"))
+
+
+def is_of_vercel(part: Any) -> bool:
+    """True for a call, a result, a picture or a file of Vercel's AI SDK."""
+    return isinstance(part, Mapping) and (
+        word(part.get("type")) in {"tool-call", "tool-result"}
+        or isinstance(_vercel_data(part), str)
+    )
+
+
+def _vercel_data(part: Mapping[str, Any]) -> Any:
+    """Return the bytes in base64, or the URL, of a picture or a file."""
+    return part.get({"image": "image", "file": "data"}.get(word(part.get("type")), ""))
+
+
+def vercel_block(part: Any) -> Any:
+    """Return a part of Vercel's AI SDK as a block; anything else as it is."""
+    if not isinstance(part, Mapping):
+        return part
+    kind = word(part.get("type"))
+    if kind == "tool-call":
+        arguments = part.get("input", part.get("args"))
+        return call_block(part.get("toolCallId"), part.get("toolName"), arguments)
+    if kind == "tool-result":
+        output = part.get("output", part.get("result"))
+        if isinstance(output, Mapping) and {"type", "value"} <= output.keys():
+            output = output["value"]
+        return result_block(part.get("toolCallId"), output)
+    if kind == "reasoning":
+        return {"type": "thinking", "thinking": part.get("text")}
+    data = _vercel_data(part)
+    if isinstance(data, str):
+        name = "url" if ":" in data[:16] else "data"
+        block = {
+            "type": kind,
+            name: data,
+            "mime_type": part.get("mediaType", part.get("mime_type")),
+        }
+        return {**part, **langchain_block(block)}
+    return part

@@ -18,8 +18,9 @@ from typing import Any
 
 import msgspec
 
-from rollout_io.formats.contents import Contents
+from rollout_io.formats.base import note
 from rollout_io.formats.dialects.responses import add_piece
+from rollout_io.formats.grammar import Contents
 from rollout_io.formats.parsing.content import (
     NO_JSON,
     Message,
@@ -31,7 +32,6 @@ from rollout_io.formats.parsing.content import (
 )
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.media import part_of_data
-from rollout_io.formats.parsing.notes import note
 from schemas.errors import InputError
 
 PARTS = Contents(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rollout_io.formats.contents import Contents, account
+from rollout_io.formats.base import note
 from rollout_io.formats.dialects import frameworks
 from rollout_io.formats.dialects.bodies import (
     answers_of,
@@ -26,9 +26,9 @@ from rollout_io.formats.dialects.bodies import (
     with_calls,
 )
 from rollout_io.formats.dialects.spans import Span, at, listed
+from rollout_io.formats.grammar import Contents, account
 from rollout_io.formats.parsing.content import Message, known
 from rollout_io.formats.parsing.messages import read_messages, text_of
-from rollout_io.formats.parsing.notes import note
 
 PLAIN = "prompts logged as plain text: one user message each"
 

@@ -17,9 +17,10 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from rollout_io.formats.contents import Contents
+from rollout_io.formats.base import note
 from rollout_io.formats.dialects import anthropic
 from rollout_io.formats.dialects.responses import tools as openai_tools
+from rollout_io.formats.grammar import Contents
 from rollout_io.formats.parsing.content import (
     NO_JSON,
     Message,
@@ -29,7 +30,6 @@ from rollout_io.formats.parsing.content import (
     shown,
     tool_result,
 )
-from rollout_io.formats.parsing.notes import note
 
 BLOCKS = Contents(
     kind="type",

@@ -18,7 +18,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from rollout_io.formats.contents import Contents
+from rollout_io.formats.base import note
+from rollout_io.formats.grammar import Contents
 from rollout_io.formats.parsing.content import (
     NO_JSON,
     Content,
@@ -36,7 +37,6 @@ from rollout_io.formats.parsing.content import (
     tool_call,
 )
 from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.notes import note
 from schemas.errors import InputError
 
 TEXTS = Contents(

@@ -32,11 +32,15 @@ from rollout_io.formats.base import (
     Run,
     Trajectory,
 )
-from rollout_io.formats.contents import account
-from rollout_io.formats.engines.archives import is_zip, read_place, records_in
-from rollout_io.formats.engines.tables import is_table, read_row, rows_of
-from rollout_io.formats.grammar import Grammar
-from rollout_io.formats.parsing.documents import parts_of
+from rollout_io.formats.engines.containers import (
+    is_table,
+    is_zip,
+    read_place,
+    read_row,
+    records_in,
+    rows_of,
+)
+from rollout_io.formats.grammar import Grammar, account
 from rollout_io.formats.parsing.jsonl import (
     contained,
     decode_document,
@@ -45,8 +49,14 @@ from rollout_io.formats.parsing.jsonl import (
     refuse_not_utf8,
     without_lone_surrogates,
 )
-from rollout_io.formats.parsing.lines import Record, lines_of, read_record, refuse_repeated
 from rollout_io.formats.parsing.messages import by_marks
+from rollout_io.formats.parsing.records import (
+    Record,
+    lines_of,
+    parts_of,
+    read_record,
+    refuse_repeated,
+)
 from rollout_io.formats.start import Start
 from schemas.errors import InputError, RolloutError
 

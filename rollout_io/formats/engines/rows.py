@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from rollout_io.formats.base import Found, Input, Place, Progress, Rejected
 from rollout_io.formats.engines.sessions import Names, Sessions
 from rollout_io.formats.parsing.jsonl import contained
-from rollout_io.formats.parsing.lines import Record
+from rollout_io.formats.parsing.records import Record
 from rollout_io.formats.start import Start
 from schemas.errors import InputError, RolloutError
 

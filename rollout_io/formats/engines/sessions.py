@@ -37,21 +37,29 @@ from rollout_io.formats.base import (
     Run,
     Trajectory,
 )
-from rollout_io.formats.contents import account
 from rollout_io.formats.contexts import Contexts, Said
-from rollout_io.formats.engines.files import Base, File, Names, by_session, join_agents, logical
-from rollout_io.formats.grammar import Grammar
-from rollout_io.formats.parsing.forks import copied_answers, digest, run_of
+from rollout_io.formats.engines.runs import (
+    Base,
+    File,
+    Names,
+    by_session,
+    copied_answers,
+    digest,
+    join_agents,
+    logical,
+    run_of,
+)
+from rollout_io.formats.grammar import Grammar, account
 from rollout_io.formats.parsing.jsonl import decode_document, decode_line, refuse_not_utf8
-from rollout_io.formats.parsing.lines import (
+from rollout_io.formats.parsing.messages import by_marks
+from rollout_io.formats.parsing.records import (
     DUPLICATE,
     Record,
     incomplete,
     lines_of,
+    natural_key,
     read_record,
 )
-from rollout_io.formats.parsing.messages import by_marks
-from rollout_io.formats.parsing.naming import natural_key
 from rollout_io.formats.start import Start
 from schemas.errors import InputError, RolloutError
 

@@ -13,19 +13,118 @@ Source of the fields: vLLM's OpenAI-compatible server with `return_token_ids` an
     redacted     `choices[i].redacted`: [start, end) ranges of the ids that replaced secrets
 
 Responses of other APIs are explained by the error that rejects them.
+
+The most likely tokens of an answer tell which ids truncated sampling kept at each token: a server with
+processed log-probabilities gives excluded tokens -inf (in JSON -9999), and normalises over the others,
+so the most likely tokens are the kept ones if their probabilities sum to 1. They are named `token_id:N`
+if the request has `return_tokens_as_token_ids`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import Annotated, Any
 
 import msgspec
 
-from rollout_io.formats.parsing.sampling import SamplingFields
+from rollout_io.formats.parsing.content import NO_JSON
 from rollout_io.formats.parsing.tokens import INT32_MAX, same_ids
+from schemas.columns import LOGPROB_SENTINEL
 from schemas.errors import InputError
 
-NO_JSON = msgspec.Raw(b"null")
+
+class SamplingFields(msgspec.Struct, gc=False):
+    """Request fields that change the distribution unless they are null or have these defaults.
+
+    Source: vLLM's SamplingParams and OpenAI-compatible server, the OpenAI API, SGLang, llama.cpp.
+    Fields that only end a response (`stop`, `ignore_eos`) or set the seed are not included.
+    """
+
+    min_p: Any = 0
+    typical_p: Any = 1
+    min_tokens: Any = 0
+    min_new_tokens: Any = 0
+    presence_penalty: Any = 0
+    frequency_penalty: Any = 0
+    repetition_penalty: Any = 1
+    no_repeat_ngram_size: Any = 0
+    mirostat: Any = 0
+    logit_bias: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    logits_processors: Any = None
+    custom_logit_processor: Any = None
+    vllm_xargs: Any = None
+    extra_args: Any = None
+    thinking_token_budget: Any = -1
+    trace_decode_token_ids: Any = None
+    structured_outputs: Any = None
+    structural_tag: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    grammar: Any = None
+    response_format: Any = None
+    tool_choice: Any = "auto"
+    function_call: Any = "auto"
+    use_beam_search: Any = False
+    best_of: Any = 1
+    extra_body: Any = None
+    """Fields that the OpenAI client merges into the body: any of the fields above, and `top_k`."""
+
+
+_VALUES = attrgetter(*SamplingFields.__struct_fields__)
+_DEFAULTS = _VALUES(SamplingFields())
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **{f.name: (f.default, None, [], {}, "") for f in msgspec.structs.fields(SamplingFields)},
+    "tool_choice": ("auto", "none", None),
+    "function_call": ("auto", "none", None),
+    "response_format": ({"type": "text"}, None),
+    "allowed_token_ids": (None,),
+    "top_k": (0, -1, None),
+}
+
+
+def sampling_extra(fields: SamplingFields | Mapping[str, Any]) -> str | None:
+    """Return the fields that change the distribution, as JSON for the `sampling_extra` column.
+
+    Return None if there are none. `top_k` is included if given, though it has a column of its own.
+
+    Example:
+        >>> sampling_extra({"repetition_penalty": 1.0, "min_p": 0.1, "seed": 7})
+        '{"min_p":0.1}'
+    """
+    if isinstance(fields, SamplingFields):
+        values = _VALUES(fields)
+        if values == _DEFAULTS:  # the usual case
+            return None
+        settings = dict(zip(SamplingFields.__struct_fields__, values, strict=True))
+    else:
+        settings = dict(fields)
+    body = settings.pop("extra_body", None)
+    if isinstance(body, dict):
+        settings |= body
+    extra = {n: v for n, v in settings.items() if n in _NEUTRAL and v not in _NEUTRAL[n]}
+    return json.dumps(extra, sort_keys=True, separators=(",", ":")) if extra else None
+
+
+def sampling_extra_of(history: Iterable[Mapping[str, Any]]) -> str | None:
+    """Return `sampling_extra` of a dataset that was generated before this column existed."""
+    configs = [config for step in history if isinstance(config := step.get("config"), dict)]
+    extras = [config.get("sampling_extra") for config in configs]
+    extra_texts = [
+        sampling_extra({**(extra if isinstance(extra, dict) else {}), "min_p": config.get("min_p")})
+        for config, extra in zip(configs, extras, strict=True)
+    ]
+    return next((text for text in extra_texts if text), None)
+
 
 Int32 = Annotated[int, msgspec.Meta(ge=-INT32_MAX - 1, le=INT32_MAX)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1e38)]
@@ -220,3 +319,98 @@ def sglang(choice: Choice, where: str) -> InputError | None:
         return None
     finding = f"the ids are in SGLang's fields ({' and '.join(fields)}), which are not read"
     return InputError("other_api", where, finding, "`choices[i].token_ids`", _SGLANG)
+
+
+MOST_LOGPROBS = 20
+"""vLLM's default `--max-logprobs`; a larger number would be refused."""
+_MISSING = 1e-3
+"""Largest probability of kept tokens that may be missing from the answer."""
+_NAMED = "token_id:"
+
+
+class _Entry(msgspec.Struct):
+    token: str
+    logprob: float
+
+
+_ENTRIES = msgspec.json.Decoder(list[_Entry])
+_TABLE = msgspec.json.Decoder(dict[str, float])
+
+
+def truncates(sampling: Sampling) -> bool:
+    """Return true if a request draws from a part of the vocabulary by top_p, top_k or min_p.
+
+    Temperature 0, where nothing is drawn, is no truncation.
+    """
+    is_cut = sampling.top_p is not None and sampling.top_p < 1
+    is_cut = is_cut or (sampling.top_k or 0) > 0 or bool(sampling.min_p)
+    return is_cut and sampling.temperature != 0
+
+
+def num_to_ask(sampling: Sampling) -> int | None:
+    """Return the number of most likely tokens that hold the kept ones; None if that is too many.
+
+    Example:
+        >>> [num_to_ask(Sampling(top_k=k)) for k in (3, 20, 21, None)]
+        [4, 20, None, None]
+        >>> num_to_ask(Sampling(top_p=0.9))
+        20
+    """
+    top_k = max(sampling.top_k or 0, 0)
+    if not truncates(sampling) or top_k > MOST_LOGPROBS:
+        return None
+    # One more than top_k, because ties with the last one are kept; only a top_k bounds the number.
+    return min((top_k or MOST_LOGPROBS) + 1, MOST_LOGPROBS)
+
+
+def read_support(logprobs: Logprobs | None, response_ids: Sequence[int]) -> list[list[int]] | None:
+    """Return the kept ids at each token; None unless they are complete at every token.
+
+    Example:
+        >>> top = msgspec.Raw(b'{"token_id:7":-0.105,"token_id:5":-2.303,"token_id:6":-9999.0}')
+        >>> read_support(Logprobs(top_logprobs=[top]), [5])
+        [[7, 5]]
+        >>> read_support(Logprobs(top_logprobs=[top]), [6]) is None
+        True
+    """
+    if logprobs is None:
+        return None
+    try:
+        if logprobs.content is not None:
+            entries = [_ENTRIES.decode(token.top_logprobs) for token in logprobs.content]
+            tokens = [{e.token: e.logprob for e in entry_list} for entry_list in entries]
+        else:
+            tokens = [_TABLE.decode(raw) for raw in logprobs.top_logprobs or ()]
+        likely = [{_id_of(name): p for name, p in token.items()} for token in tokens]
+        return complete_support(likely, response_ids)
+    except (msgspec.MsgspecError, ValueError, OverflowError):
+        return None
+
+
+def complete_support(
+    likely: Sequence[Mapping[int, float]], response_ids: Sequence[int]
+) -> list[list[int]] | None:
+    """Return the kept ids at each token from the log-probabilities of the most likely ones.
+
+    None unless they are complete at every token.
+
+    Example:
+        >>> complete_support([{7: -0.105, 5: -2.303, 6: -math.inf}], [5])
+        [[7, 5]]
+        >>> complete_support([{7: -0.105}], [7]) is None
+        True
+    """
+    possible = [{i: p for i, p in token.items() if p > LOGPROB_SENTINEL} for token in likely]
+    if any(math.fsum(map(math.exp, token.values())) < 1 - _MISSING for token in possible):
+        return None
+    is_whole = len(possible) == len(response_ids) and all(
+        map(dict.__contains__, possible, response_ids)
+    )
+    return [list(token) for token in possible] if is_whole else None
+
+
+def _id_of(name: str) -> int:
+    number = name.removeprefix(_NAMED)
+    if number == name or not number.isdecimal():
+        raise ValueError(name)
+    return int(number)

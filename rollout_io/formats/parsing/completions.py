@@ -5,7 +5,6 @@ Streamed chunks are first assembled into complete responses.
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
@@ -15,7 +14,6 @@ import numpy as np
 
 from rollout_io.formats.base import Ids, Step
 from rollout_io.formats.parsing.bodies import (
-    NO_JSON,
     Answer,
     Choice,
     Delta,
@@ -26,13 +24,21 @@ from rollout_io.formats.parsing.bodies import (
     Usage,
     ids_of,
     other_api,
+    read_support,
+    sampling_extra,
     sglang,
+    truncates,
 )
+from rollout_io.formats.parsing.content import NO_JSON
 from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.sampling import sampling_extra
-from rollout_io.formats.parsing.support import read_support, truncates
-from rollout_io.formats.parsing.tokens import broken, num_ids, route_array, same_ids, usage_differs
-from rollout_io.formats.parsing.weight_versions import versions_of_meta
+from rollout_io.formats.parsing.tokens import (
+    broken,
+    num_ids,
+    route_array,
+    same_ids,
+    usage_differs,
+    versions_of_meta,
+)
 from rollout_io.formats.parsing.witnesses import check_tokens, words_of_calls
 from schemas.errors import InputError, count
 from schemas.excerpts import cleaned
@@ -226,18 +232,6 @@ def _text(choice: Choice) -> str | None:
     if thought is None and calls is None:
         return message.content
     return "\n".join(part for part in (thought, message.content, calls) if part is not None)
-
-
-def calls_in(response: str) -> tuple[str, list[dict[str, Any]]]:
-    """Return the text of a `response_text`, and the tool calls that its last line consists of."""
-    head, _, tail = response.rpartition("\n")
-    try:
-        calls = json.loads(tail) if tail.startswith("[{") else []
-        named = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
-    except (ValueError, RecursionError, TypeError, KeyError):
-        return response, []
-    is_called = calls and all(isinstance(name, str) for name, _ in named)
-    return (head, calls) if is_called else (response, [])
 
 
 def _json_text(raw: msgspec.Raw) -> str | None:

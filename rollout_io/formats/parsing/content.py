@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
@@ -152,6 +153,18 @@ def tool_call(call_id: str | None, name: str, arguments: str) -> Message:
     """Build a tool call, with its JSON arguments in canonical form."""
     function = {"name": name, "arguments": canonical_json(arguments)}
     return known({"id": call_id, "type": "function", "function": function})
+
+
+def calls_in(response: str) -> tuple[str, list[dict[str, Any]]]:
+    """Return the text of a `response_text`, and the tool calls that its last line consists of."""
+    head, _, tail = response.rpartition("\n")
+    try:
+        calls = json.loads(tail) if tail.startswith("[{") else []
+        named = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+    except (ValueError, RecursionError, TypeError, KeyError):
+        return response, []
+    is_called = calls and all(isinstance(name, str) for name, _ in named)
+    return (head, calls) if is_called else (response, [])
 
 
 def canonical_json(text: str | bytes) -> str:

@@ -12,7 +12,7 @@ from typing import BinaryIO, NamedTuple, Self, TypeVar
 import msgspec
 
 from rollout_io.dataset.opening import open_input, read_input
-from rollout_io.formats.parsing.notes import note_run
+from rollout_io.formats.base import note_run
 from schemas.errors import InputError, RolloutError, count
 
 T = TypeVar("T")

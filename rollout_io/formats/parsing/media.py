@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
-from rollout_io.dataset.media_types import MEDIA_TYPES, OTHER, extension_of
+from rollout_io.dataset.blobs import MEDIA_TYPES, OTHER, extension_of
 
 _MAX_FILE_BYTES = 256 << 20
 _LONGEST_PATH = 4096

@@ -1,4 +1,13 @@
-"""Logged token ids, log-probabilities and routing, checked and converted to arrays."""
+"""Logged token ids, log-probabilities, routing and weight versions, checked and converted to arrays.
+
+In logs that are not JSON, these are lists, NumPy arrays or tensors, checked by their kind (`Numbers`).
+
+SGLang reports the versions of the weights as spans of the generated tokens, `end` excluded:
+
+    meta_info    {"weight_versions": [{"version": "3", "start": 0, "end": 7}, ...], ...}
+
+miles keeps them per call, counted from the start of the prompt: `[{"spans": [...]}, ...]`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +15,7 @@ import io
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -217,3 +226,159 @@ def _routes(raw: msgspec.Raw) -> npt.NDArray[np.int16] | None:
     ):
         raise ValueError("the array does not contain expert indices")
     return routes.astype(np.int16)
+
+
+_SHAPES = ("a number", "a flat list of numbers", "numbers [tokens, k]", "[tokens, layers, topk]")
+
+
+class BrokenArray(Exception):
+    """An array breaks a rule; the reader of a format knows where it stands."""
+
+    def __init__(self, rule: str, got: str, expected: str) -> None:
+        self.broken_rule, self.got, self.expected = rule, got, expected
+
+
+class Numbers(NamedTuple):
+    """What an array may hold.
+
+    Attributes:
+        kinds: Kinds of numbers, as NumPy names them.
+        bounds: Smallest and largest value; if there are any, numbers are whole.
+        rules: Rule that another type or shape breaks, and rule that another value breaks.
+    """
+
+    kinds: str
+    dtype: Any
+    bounds: tuple[int, int] | None = None
+    num_dimensions: int = 1
+    rules: tuple[str, str] = ("record_type", "token_range")
+
+    def read(self, value: Any) -> npt.NDArray[Any]:
+        """Return a value as an array of `dtype`; routing (3 dimensions) is not empty.
+
+        Raises:
+            BrokenArray: The value is no such array.
+        """
+        array, finding = array_of(value), ""
+        is_empty = array.size == 0
+        is_other = array.dtype.kind not in self.kinds and not is_empty
+        if (
+            "b" not in self.kinds
+            and isinstance(value, list | tuple)
+            and bool in {*map(type, value)}
+        ):
+            finding = "booleans"
+        elif array.ndim != self.num_dimensions or is_other or (is_empty and array.ndim == 3):
+            finding = "null" if value is None else f"{array.dtype} of shape {array.shape}"
+        if finding:
+            raise BrokenArray(self.rules[0], finding, _SHAPES[self.num_dimensions])
+        if self.bounds is not None and not is_empty:
+            low, high = self.bounds
+            is_within = low <= array.min() <= array.max() <= high
+            if not is_within or not np.array_equal(array, np.round(array)):
+                finding = f"numbers in {array.min()}..{array.max()}"
+                raise BrokenArray(self.rules[1], finding, f"whole numbers in {low}..{high}")
+        with np.errstate(over="ignore"):  # overflow gives infinity, which the invariants reject
+            return array.astype(self.dtype)
+
+
+IDS = Numbers("iu", np.int32, (0, INT32_MAX))
+MASK = Numbers("biuf", np.bool_, (0, 1), rules=("record_type", "record_type"))
+LOGPROBS = Numbers("fiu", np.float32)
+ROUTES = Numbers("iu", np.int16, (0, 2**15 - 1), 3, ("routing_shape", "routing_shape"))
+SUPPORT = Numbers("iu", np.int64, (-1, INT32_MAX), 2)
+
+
+def array_of(value: Any) -> npt.NDArray[Any]:
+    """Return a value as an array; it has no dimension if it is none, such as lists of other lengths."""
+    try:
+        return np.asarray(value.detach().cpu().numpy() if hasattr(value, "detach") else value)
+    except (ValueError, TypeError, OverflowError, RuntimeError, RecursionError):
+        return np.asarray(None)
+
+
+_MOST_DIGITS = 10  # of a 32-bit integer
+
+
+class _Span(msgspec.Struct):
+    version: str | int
+    start: int
+    end: int
+
+
+class _Meta(msgspec.Struct):
+    weight_versions: list[_Span] | None = None
+
+
+class _Call(msgspec.Struct):
+    spans: list[_Span]
+
+
+_META = msgspec.json.Decoder(_Meta)
+
+
+def versions_of_meta(
+    meta_info: msgspec.Raw, num_tokens: int, where: str
+) -> npt.NDArray[np.int32] | None:
+    """Return the version of each token of a response, [num_tokens], from SGLang's `meta_info`.
+
+    It is None if there are no spans, or if a version is not a number.
+    """
+    try:
+        spans = _META.decode(meta_info).weight_versions if bytes(meta_info) != b"null" else None
+    except msgspec.MsgspecError as error:
+        raise InputError("record_type", f"{where}, meta_info", str(error)) from None
+    return None if spans is None else _spread(spans, 0, num_tokens, where)
+
+
+def versions_of_calls(
+    calls: Sequence[Any] | None, start: int, num_tokens: int, where: str
+) -> npt.NDArray[np.int32] | None:
+    """Return the version of each response token from miles' calls; None if these are plain names.
+
+    A token outside all spans has version 0.
+    """
+    if not calls or not all(isinstance(call, dict) for call in calls):
+        return None
+    try:
+        converted = msgspec.convert(list(calls), list[_Call])
+    except msgspec.ValidationError as error:
+        raise InputError("record_type", f"{where}, weight_versions", str(error)) from None
+    spans = [span for call in converted for span in call.spans]
+    return _spread(spans, start, num_tokens, where, has_gaps=True)
+
+
+def names_of(calls: Sequence[Any] | None) -> list[str]:
+    """Return the versions in `weight_versions`, of plain names or of calls with spans."""
+    named = [
+        span.get("version") if isinstance(span, dict) else span
+        for call in calls or ()
+        for span in (call.get("spans") or () if isinstance(call, dict) else [call])
+    ]
+    return [str(name) for name in named]
+
+
+def _spread(
+    spans: Sequence[_Span], first: int, num_tokens: int, where: str, *, has_gaps: bool = False
+) -> npt.NDArray[np.int32] | None:
+    versions, end = np.zeros(num_tokens, np.int32), first
+    for span in spans:
+        if span.start < end or (span.start > end and not has_gaps) or span.end <= span.start:
+            break
+        name, end = str(span.version), span.end
+        if not name.isdecimal() or int(name) > INT32_MAX:
+            return None
+        versions[span.start - first : span.end - first] = int(name)
+    else:
+        if end == first + num_tokens or (has_gaps and end <= first + num_tokens):
+            return versions
+    finding = ", ".join(f"{span.start} to {span.end}" for span in spans[:5])
+    expected = f"spans in order that cover {first} to {first + num_tokens}"
+    raise broken("lengths_align", f"{where}, weight_versions", finding, expected)
+
+
+def oldest(versions: Sequence[str]) -> int | None:
+    """Return the smallest version; None if there are none or if one of them is not a number."""
+    is_known = versions and all(v.isdecimal() and len(v) <= _MOST_DIGITS for v in versions)
+    version = min(map(int, versions)) if is_known else None
+    return version if version is not None and version <= INT32_MAX else None

@@ -13,7 +13,7 @@ from pipelines.merging.merge import merge, unmerge
 from pipelines.statistics.parting import broken_prefixes
 from pipelines.statistics.savings import dataset_savings
 from rollout_io.cli.trajectory_text import view_trajectory
-from rollout_io.dataset.first_prompts import mixed_groups
+from rollout_io.dataset.checking import mixed_groups
 from rollout_io.dataset.prefix_layout import encode_prefixes
 from schemas import check
 from schemas.columns import PICTURES_TYPE

@@ -5,7 +5,7 @@ import runpy
 import pytest
 
 from rollout_io import convert, scan
-from rollout_io.conversion.settings import Keywords
+from rollout_io.conversion.plan import Keywords
 from schemas.errors import RolloutError
 from tests.conftest import ROOT
 from tests.helpers.log_view_helpers import different_texts, log_of

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pipelines.view.task_texts import add_starts
 from rollout_io import RolloutWriter, scan
 from rollout_io.cli.main import run
-from rollout_io.dataset.message_facts import MAX_TASK_CHARS, task_text
+from rollout_io.dataset.trajectory_facts import MAX_TASK_CHARS, task_text
 from tests.helpers.view_helpers import Asked
 
 ROOT = "/api/datasets/d0"

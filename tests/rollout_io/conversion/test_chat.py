@@ -9,7 +9,7 @@ import rollout_io
 from pipelines.drift_diagnosis.readers import read_messages
 from rollout_io.cli.main import run
 from rollout_io.cli.trajectory_text import view_trajectory
-from rollout_io.conversion.settings import Keywords
+from rollout_io.conversion.plan import Keywords
 from rollout_io.formats import slime_export
 from schemas.messages import sent_messages
 from tests.helpers.adapter_helpers import write_lines

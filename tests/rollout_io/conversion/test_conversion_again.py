@@ -14,7 +14,7 @@ import pytest
 import rollout_io
 from rollout_io import convert
 from rollout_io.cli.main import run
-from rollout_io.conversion.settings import Keywords
+from rollout_io.conversion.plan import Keywords
 from schemas.errors import InputError
 from tests.helpers.conversion_helpers import (
     SHOP,

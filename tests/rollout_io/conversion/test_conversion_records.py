@@ -11,10 +11,10 @@ import rollout_io
 from rollout_io import convert
 from rollout_io.cli.main import run
 from rollout_io.conversion.chunk import Reader, Settings
-from rollout_io.conversion.settings import Keywords
+from rollout_io.conversion.plan import Keywords
 from rollout_io.formats.base import Input, Options, Place
 from rollout_io.formats.calls import ADAPTER, read_session
-from rollout_io.formats.parsing import lines
+from rollout_io.formats.parsing import records
 from schemas.columns import metrics_dict
 from schemas.errors import RolloutError
 from schemas.metadata import DatasetMetadata
@@ -356,8 +356,8 @@ def test_a_record_stays_readable_while_another_thread_clears_the_open_files(tmp_
     pread = os.pread
 
     def cleared_first(*arguments):
-        lines._descriptor.cache_clear()
+        records._descriptor.cache_clear()
         return pread(*arguments)
 
     monkeypatch.setattr(os, "pread", cleared_first)
-    assert lines.read_record(Place(log, "log.jsonl:2", 4, 3)) == b"two"
+    assert records.read_record(Place(log, "log.jsonl:2", 4, 3)) == b"two"

@@ -7,7 +7,7 @@ import pytest
 
 import rollout_io
 from rollout_io import convert, read
-from rollout_io.conversion.settings import Keywords
+from rollout_io.conversion.plan import Keywords
 from schemas.errors import count
 from tests.helpers.conversion_helpers import SHOP, call, refusal, rejected_in, write
 

@@ -8,7 +8,7 @@ import pytest
 
 import rollout_io
 from rollout_io import convert
-from rollout_io.conversion.settings import Keywords
+from rollout_io.conversion.plan import Keywords
 from tests.helpers.conversion_helpers import OUTPUT, call, refusal, rejected_in, write
 from tests.helpers.harbor_helpers import agent_step, atif, failure, write_trial
 

@@ -10,7 +10,7 @@ import pytest
 import rollout_io
 from rollout_io import convert, read_log
 from rollout_io.cli.main import run
-from rollout_io.conversion.settings import Keywords
+from rollout_io.conversion.plan import Keywords
 from rollout_io.conversion.text import has_words_of
 from rollout_io.dataset.checking import check, checked_tables
 from rollout_io.dataset.parallel import Workers

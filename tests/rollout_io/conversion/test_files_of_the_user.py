@@ -15,7 +15,7 @@ import rollout_io
 from rollout_io import convert
 from rollout_io.cli.main import run
 from rollout_io.conversion.opened_logs import open_log
-from rollout_io.conversion.settings import Keywords
+from rollout_io.conversion.plan import Keywords
 from rollout_io.dataset.storage import Location
 from schemas.errors import RolloutError
 from tests.helpers.conversion_helpers import OUTPUT, call, refusal, rejected_in, write

@@ -8,7 +8,7 @@ import pytest
 import rollout_io
 from rollout_io import convert, read_log, read_metadata
 from rollout_io.cli.main import run
-from rollout_io.conversion.settings import Keywords
+from rollout_io.conversion.plan import Keywords
 from schemas.errors import RolloutError
 from tests.helpers.conversion_helpers import call, refusal, rejected_in, write
 

@@ -12,7 +12,7 @@ import torch
 
 import rollout_io
 from rollout_io.cli.main import run
-from rollout_io.conversion.settings import Keywords
+from rollout_io.conversion.plan import Keywords
 from rollout_io.dataset.blobs import Blobs
 from rollout_io.formats.exports import export
 from rollout_io.retokenize import load_tokenizer

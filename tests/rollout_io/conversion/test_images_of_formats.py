@@ -7,7 +7,7 @@ import json
 import pytest
 
 import rollout_io
-from rollout_io.conversion.settings import Keywords
+from rollout_io.conversion.plan import Keywords
 from tests.helpers.conversion_helpers import write
 
 pytestmark = pytest.mark.model

@@ -7,7 +7,7 @@ import pytest
 
 import rollout_io
 from rollout_io.cli.convert import convert as command
-from rollout_io.conversion.settings import Keywords
+from rollout_io.conversion.plan import Keywords
 from schemas.errors import ConfigError
 from tests.conftest import EXAMPLES
 

@@ -5,7 +5,7 @@ import pytest
 import rollout_io
 from rollout_io import convert, read_log
 from rollout_io.cli.main import run
-from rollout_io.conversion.settings import Keywords
+from rollout_io.conversion.plan import Keywords
 from schemas.errors import InputError
 from tests.helpers.conversion_helpers import call, refusal, rejected_in, write
 

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from rollout_io import convert
-from rollout_io.conversion.slips import NO_SYSTEM, NO_TOOLS
 from rollout_io.conversion.summary import Summary
 from rollout_io.formats.claude_code import ADAPTER
+from rollout_io.formats.parsing.messages import NO_SYSTEM, NO_TOOLS
 from tests.helpers.adapter_helpers import convert_with, write_lines
 from tests.helpers.line_log_helpers import save_template
 

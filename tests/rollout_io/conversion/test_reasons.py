@@ -6,7 +6,7 @@ import pytest
 
 from rollout_io import convert, read_log
 from rollout_io.cli.main import run
-from rollout_io.conversion.settings import Keywords
+from rollout_io.conversion.plan import Keywords
 from schemas.errors import RolloutError
 from tests.helpers.conversion_helpers import call, refusal, write
 

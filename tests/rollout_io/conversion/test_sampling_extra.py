@@ -9,7 +9,7 @@ import pytest
 import pipelines
 import rollout_io
 from rollout_io.cli.main import run as main
-from rollout_io.formats.parsing.sampling import sampling_extra
+from rollout_io.formats.parsing.bodies import sampling_extra
 from tests.helpers import generation_helpers as helpers
 from tests.helpers.generation_helpers import trajectories
 

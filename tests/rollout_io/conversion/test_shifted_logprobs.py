@@ -3,7 +3,7 @@
 import pytest
 
 from rollout_io import convert
-from rollout_io.conversion.settings import Keywords
+from rollout_io.conversion.plan import Keywords
 from tests.helpers.conversion_helpers import SHOP, call, write
 
 CALLS = Keywords(format="calls")

@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 
 import rollout_io
 from rollout_io.cli.main import run
-from rollout_io.conversion.slips import ORPHANS, ROLES, check_slips
-from rollout_io.dataset.first_prompts import mixed_groups
-from rollout_io.formats.base import Conversation, Step, Trajectory
-from rollout_io.formats.parsing.notes import noted
+from rollout_io.dataset.checking import mixed_groups
+from rollout_io.formats.base import Conversation, Step, Trajectory, noted
+from rollout_io.formats.parsing.messages import ORPHANS, ROLES, check_slips
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import write_lines
 from tests.helpers.examples import examples

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_io import convert, read
-from rollout_io.conversion.settings import Keywords
+from rollout_io.conversion.plan import Keywords
 from rollout_io.formats.parsing.content import canonical_json
 from rollout_io.formats.parsing.jsonl import SURROGATES, decoded, without_lone_surrogates
 from schemas.errors import RolloutError

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from rollout_io.dataset.atomic_files import replace_text, whole
+from rollout_io.dataset.filesystems import replace_text, whole
 
 
 def test_a_file_is_replaced_whole_and_synced_before_its_name(tmp_path, monkeypatch):

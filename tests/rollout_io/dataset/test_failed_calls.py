@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollout_io.dataset.message_facts import has_failed
+from rollout_io.dataset.trajectory_facts import has_failed
 
 
 @pytest.mark.parametrize(

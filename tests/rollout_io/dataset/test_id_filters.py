@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.synthetic import short_trajectories
 from rollout_io import RolloutWriter, read, scan
-from rollout_io.dataset.id_filters import required_ids, row_groups_with
+from rollout_io.dataset.footer import required_ids, row_groups_with
 from rollout_io.dataset.prefix_layout import decode_prefixes
 from rollout_io.dataset.reader import footers
 from schemas.errors import InputError

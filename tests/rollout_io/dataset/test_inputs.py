@@ -17,7 +17,7 @@ import pytest
 from rollout_io import RolloutWriter, convert, read, read_log
 from rollout_io.cli.main import run
 from rollout_io.conversion.opened_logs import Log, Opened
-from rollout_io.conversion.settings import Choices, Keywords, identity_of
+from rollout_io.conversion.plan import Choices, Keywords, identity_of
 from rollout_io.dataset.opening import read_input
 from rollout_io.dataset.rewriting import rewrite
 from rollout_io.formats.calls import ADAPTER

@@ -3,7 +3,7 @@
 import fsspec
 import pytest
 
-from rollout_io.dataset.local_files import LocalFiles, local_path
+from rollout_io.dataset.filesystems import LocalFiles, local_path
 from rollout_io.dataset.storage import Location
 
 PATHS = (

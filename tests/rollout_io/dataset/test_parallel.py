@@ -14,8 +14,7 @@ from pipelines.merging.merge import merge_table
 from rollout_io import RolloutWriter, check, iter_tables, read, read_metadata
 from rollout_io.conversion import driver
 from rollout_io.conversion.chunk import Chunk
-from rollout_io.conversion.plan import chunks, plan, plan_logs
-from rollout_io.conversion.settings import Keywords
+from rollout_io.conversion.plan import Keywords, chunks, plan, plan_logs
 from rollout_io.dataset.footer import Part
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.rewriting import rewrite

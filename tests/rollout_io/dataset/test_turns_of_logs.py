@@ -4,7 +4,7 @@ import json
 
 import rollout_io
 from rollout_io import convert, scan
-from rollout_io.dataset.returns import num_steps
+from rollout_io.dataset.trajectory_facts import num_steps
 
 
 def test_a_conversation_of_five_answers_in_one_row_has_five_turns(tmp_path, smollm2_dir):

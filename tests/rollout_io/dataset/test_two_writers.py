@@ -14,9 +14,9 @@ import rollout_io
 from pipelines.record.shards import lock_dataset
 from rollout_io import convert
 from rollout_io.cli.main import run
-from rollout_io.conversion.settings import Keywords
+from rollout_io.conversion.plan import Keywords
 from rollout_io.conversion.staging import Staging
-from rollout_io.dataset.atomic_files import whole
+from rollout_io.dataset.filesystems import whole
 from rollout_io.dataset.locking import Destination
 from rollout_io.dataset.reader import RowReader
 from rollout_io.dataset.sources import Sources
@@ -71,7 +71,7 @@ def run_verb(verb, given):
 def test_of_two_writers_of_one_destination_the_second_is_refused(first, given, monkeypatch, capsys):
     """The first is held at the moment when it publishes, while each other writer tries."""
     from rollout_io.conversion import staging
-    from rollout_io.dataset import atomic_files, writer
+    from rollout_io.dataset import filesystems, writer
 
     monkeypatch.setattr("pipelines.record.shards._LOCK_WAIT_S", 0.0)
     seconds, codes, out = [*VERBS, "record"], {}, given["out"]
@@ -89,7 +89,7 @@ def test_of_two_writers_of_one_destination_the_second_is_refused(first, given, m
     for module in (staging, writer):
         monkeypatch.setattr(module, "publish", held(publish))
     for name in ("settle", "settle_new"):
-        monkeypatch.setattr(atomic_files, name, held(getattr(atomic_files, name)))
+        monkeypatch.setattr(filesystems, name, held(getattr(filesystems, name)))
     assert run(command(first, given)) == 0
     assert codes == dict.fromkeys(seconds, 1)
     assert capsys.readouterr().err.count("[out_is_free]") == len(seconds)

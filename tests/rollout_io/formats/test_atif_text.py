@@ -7,7 +7,7 @@ import polars as pl
 import pytest
 
 from rollout_io import convert, read, read_log
-from rollout_io.conversion.settings import Keywords
+from rollout_io.conversion.plan import Keywords
 from rollout_io.formats.atif_document import UNKNOWN_CONTEXTS
 from schemas import check
 from schemas.errors import RolloutError

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 
 from rollout_io.conversion.text import Retokenizer, with_answers, with_tokens
 from rollout_io.formats import claude_code, codex_cli, rllm, verifiers
-from rollout_io.formats.base import Trajectory
+from rollout_io.formats.base import Trajectory, noted
 from rollout_io.formats.parsing.model_calls import EMPTY, Call, conversations_of, steps_of
-from rollout_io.formats.parsing.notes import noted
 from schemas.errors import RolloutError
 from schemas.messages import is_answer
 from tests.helpers.adapter_helpers import read_all, write_lines

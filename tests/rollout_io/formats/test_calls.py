@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import rollout_io
 from rollout_io import read_log
-from rollout_io.conversion.settings import Keywords
-from rollout_io.formats.parsing.naming import natural_key
+from rollout_io.conversion.plan import Keywords
+from rollout_io.formats.parsing.records import natural_key
 from schemas import check
 from schemas.columns import metrics_dict
 from schemas.errors import RolloutError

@@ -6,7 +6,7 @@ from transformers import AutoTokenizer
 
 import rollout_io
 from rollout_io import read_log
-from rollout_io.conversion.settings import Keywords
+from rollout_io.conversion.plan import Keywords
 from schemas.errors import RolloutError
 from tests.conftest import ROOT
 

@@ -5,9 +5,10 @@ import pytest
 from rollout_io.cli.main import run
 from rollout_io.conversion.driver import Keywords, convert
 from rollout_io.conversion.summary import Summary
-from rollout_io.formats.contents import SELF, Contents, account, holds_text
+from rollout_io.formats.base import noted, unread_in
 from rollout_io.formats.detect import load_formats, matches, recognize
-from rollout_io.formats.parsing.notes import noted, unread_in
+from rollout_io.formats.grammar import SELF, Contents, account
+from rollout_io.formats.unread import holds_text
 from schemas.errors import InputError
 from tests.helpers.adapter_helpers import write_lines
 

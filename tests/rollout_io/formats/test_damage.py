@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_io.cli.main import run
-from rollout_io.formats.damage import damage_in, mended
 from rollout_io.formats.detect import explanation, load_formats
+from rollout_io.formats.unrecognized import damage_in, mended
 from tests.conftest import ROOT
 from tests.helpers.conversation_writers import log_of, opencode_tables
 from tests.helpers.structural_logs import CONVERSATION

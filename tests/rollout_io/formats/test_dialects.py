@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from rollout_io.formats.base import noted
 from rollout_io.formats.dialects import anthropic, gemini, responses
 from rollout_io.formats.parsing.media import media_part
-from rollout_io.formats.parsing.notes import noted
 from schemas.messages import marked, media_in
 
 PNG = {"type": "base64", "media_type": "image/png", "data": "AAAA"}

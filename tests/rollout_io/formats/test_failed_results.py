@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollout_io.dataset.message_facts import has_failed
+from rollout_io.dataset.trajectory_facts import has_failed
 from rollout_io.formats.detect import load_formats
 from tests.helpers.adapter_helpers import read_all
 from tests.helpers.session_writers import SESSION_WRITERS

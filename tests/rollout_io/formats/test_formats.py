@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import rollout_io
 from rollout_io.cli.main import run
 from rollout_io.conversion.browsing import settings_of
-from rollout_io.conversion.untokenized import Untokenized
+from rollout_io.conversion.text import Untokenized
 from rollout_io.formats.base import Adapter
 from rollout_io.formats.detect import (
     GROUP,

@@ -17,8 +17,8 @@ import pytest
 
 import rollout_io.formats
 from rollout_io import convert, read
+from rollout_io.conversion.plan import Keywords
 from rollout_io.conversion.rewards import read_rewards
-from rollout_io.conversion.settings import Keywords
 from rollout_io.formats.base import Adapter, Rejected, Run
 from rollout_io.formats.detect import recognize
 from rollout_io.formats.parsing.jsonl import UNREADABLE

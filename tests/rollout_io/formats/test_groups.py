@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_io.formats.base import About, Place, Rejected, Run
-from rollout_io.formats.engines.groups import gathered
+from rollout_io.formats.engines.runs import gathered
 from schemas.errors import InputError
 from tests.helpers.examples import examples
 

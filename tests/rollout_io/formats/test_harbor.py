@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_io.formats.harbor_inputs import recognizes
+from rollout_io.formats.harbor import recognizes
 from rollout_io.formats.start import Start
 from schemas.metadata import DatasetMetadata
 from tests.helpers.harbor_helpers import (

@@ -9,7 +9,7 @@ import pytest
 import rollout_io
 from rollout_io.cli.main import run
 from rollout_io.conversion.driver import convert
-from rollout_io.conversion.settings import Keywords
+from rollout_io.conversion.plan import Keywords
 from schemas.errors import RolloutError
 from tests.helpers.harbor_helpers import GOLDEN, agent_step, atif, refers, write
 

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from rollout_io import convert, read_log
-from rollout_io.conversion.settings import Keywords
+from rollout_io.conversion.plan import Keywords
 from rollout_io.formats.parsing.witnesses import holds
 from schemas.errors import RolloutError
 from tests.conftest import ROOT

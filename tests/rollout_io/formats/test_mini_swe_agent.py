@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_io.formats.mini_swe_agent import ADAPTER, UNREADABLE
+from rollout_io.formats.swe_agent import MINI, UNREADABLE
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import convert_with
 from tests.helpers.adapter_helpers import read_all as read_noted
@@ -51,10 +51,10 @@ def logs(harness_logs):
 
 def test_a_real_run_of_the_first_version_is_one_conversation_without_a_reward(logs):
     path = logs / "hello-world.v1.13.4.traj.json"
-    runs, _, about = found_in(ADAPTER, path)
+    runs, _, about = found_in(MINI, path)
     assert runs[0].labels["file"] == "hello-world.v1.13.4"
     assert about["groups"].startswith("inferred: ")
-    found = read_one(ADAPTER, path)
+    found = read_one(MINI, path)
     (conversation,) = found.steps
     assert roles(conversation) == "suauaua"
     assert conversation.messages[3]["content"] == "<returncode>0</returncode>\n<output>\n</output>"
@@ -87,7 +87,7 @@ ITEM = {"type": "message", "role": "assistant", "content": [{"type": "output_tex
 )
 def test_an_answer_with_a_format_error_trains_and_its_prompt_ends_before_the_error(extra, tmp_path):
     record = v2(assistant("first"), unused(**extra), unused(**extra), status="RepeatedFormatError")
-    found = read_one(ADAPTER, save(tmp_path / "a.traj.json", record))
+    found = read_one(MINI, save(tmp_path / "a.traj.json", record))
     texts = [[m["content"] for m in step.messages] for step in found.steps]
     assert texts == [["s", "u", "first", "a"], ["s", "u", "first", "Use the tool.", "a"]]
     assert [step.num_given for step in found.steps] == [2, 4]
@@ -99,13 +99,13 @@ def test_an_answer_with_a_format_error_is_exact_where_the_engine_gave_its_ids(tm
     wrong["choices"][0]["message"]["role"] = "assistant"
     right = response([9]) | {"prompt_token_ids": [1, 2, 4]}
     record = v2(unused(response=wrong), assistant("a", right))
-    found = read_one(ADAPTER, save(tmp_path / "a.traj.json", record))
+    found = read_one(MINI, save(tmp_path / "a.traj.json", record))
     assert [json.loads(bytes(step.response_ids)) for step in found.steps] == [[7, 8], [9]]
 
 
 def test_an_answer_with_a_format_error_that_is_not_in_the_log_is_counted(tmp_path):
     record = v2(assistant("first"), unused(response="ModelResponse(...)"), assistant("last"))
-    ((_, found),), _ = read_noted(ADAPTER, save(tmp_path / "a.traj.json", record))
+    ((_, found),), _ = read_noted(MINI, save(tmp_path / "a.traj.json", record))
     assert (found.notes, roles(found.steps[0])) == ({UNREADABLE: 1}, "suaua")
 
 
@@ -115,7 +115,7 @@ def test_instances_are_stated_or_named_by_directory_and_file(tmp_path):
     named = save(tmp_path / "shop-1" / "shop-1.traj.json", record)
     marked = save(tmp_path / "runs" / "o__r-1.traj.json", v2(assistant("b"), instance_id=None))
     alone = save(tmp_path / "last_run.traj.json", v2(assistant("c"), instance_id=None))
-    runs, _, about = found_in(ADAPTER, stated, named, marked, alone)
+    runs, _, about = found_in(MINI, stated, named, marked, alone)
     assert [run.instance_id for run in runs] == [
         "astropy__astropy-1",
         "shop-1",
@@ -123,14 +123,14 @@ def test_instances_are_stated_or_named_by_directory_and_file(tmp_path):
         str(alone),
     ]
     assert about["groups"].startswith("inferred")
-    assert found_in(ADAPTER, stated)[2] == {}
+    assert found_in(MINI, stated)[2] == {}
 
 
 def test_what_changed_the_distribution_is_told_of_exact_calls(tmp_path):
     arguments = {"temperature": 0.7, "top_k": 20, "extra_body": {"repetition_penalty": 1.1}}
     config = {"model": {"model_name": "m", "model_kwargs": arguments}}
     run = v2(assistant("a", response([7], prompt_token_ids=[1])), config=config)
-    (step,) = read_one(ADAPTER, save(tmp_path / "a.traj.json", run)).steps
+    (step,) = read_one(MINI, save(tmp_path / "a.traj.json", run)).steps
     assert (step.temperature, step.top_k) == (0.7, 20)
     assert step.sampling_extra == '{"repetition_penalty":1.1}'
 
@@ -140,7 +140,7 @@ def test_exact_ids_of_all_calls_are_steps_of_their_own(tmp_path):
     second = response([9], prompt_token_ids=[1, 2, 7, 8, 3])
     record = v2(assistant("a", first), {"role": "user", "content": "o"}, assistant("b", second))
     path = save(tmp_path / "a.traj.json", record)
-    _, table = convert_with(ADAPTER, [path], tmp_path)
+    _, table = convert_with(MINI, [path], tmp_path)
     assert table.column("prompt_token_ids").to_pylist() == [[1, 2], [1, 2, 7, 8, 3]]
     assert table.column("response_ids").to_pylist() == [[7, 8], [9]]
     assert table.column("stop_reason").to_pylist() == ["stop", "Submitted"]
@@ -160,7 +160,7 @@ def test_ids_of_some_calls_alone_are_refused_by_the_call_without(tmp_path, answe
     whole = response([7], prompt_token_ids=[1])
     path = save(tmp_path / "a.traj.json", v2(assistant("a", whole), assistant("b", answer)))
     with pytest.raises(RolloutError, match=rf"messages\[3\].*1 of 2 calls.*{reason}") as found:
-        read_one(ADAPTER, path)
+        read_one(MINI, path)
     assert found.value.rule == "no_token_ids"
 
 
@@ -170,7 +170,7 @@ def test_responses_objects_are_messages(tmp_path):
     call = {"type": "function_call", "call_id": "c1", **BASH}
     answer = {"object": "response", "output": [thought, said, call], "extra": {"actions": []}}
     result = {"type": "function_call_output", "call_id": "c1", "output": "files"}
-    found = read_one(ADAPTER, save(tmp_path / "a.traj.json", v2(answer, result, assistant("done"))))
+    found = read_one(MINI, save(tmp_path / "a.traj.json", v2(answer, result, assistant("done"))))
     messages = found.steps[0].messages
     assert messages[2]["reasoning_content"] == "hm"
     assert messages[2]["content"] == "I look."
@@ -180,10 +180,10 @@ def test_responses_objects_are_messages(tmp_path):
 
 def test_a_limit_is_no_failure_and_an_exception_is_one(tmp_path):
     limited = v2(assistant(), status="LimitsExceeded")
-    found = read_one(ADAPTER, save(tmp_path / "a.traj.json", limited))
+    found = read_one(MINI, save(tmp_path / "a.traj.json", limited))
     assert (found.error, found.steps[0].stop_reason) == (None, "LimitsExceeded")
     crashed = v2(status="APIError", traceback="Traceback\nAPIError: down", exception_str="down")
-    found = read_one(ADAPTER, save(tmp_path / "b.traj.json", crashed))
+    found = read_one(MINI, save(tmp_path / "b.traj.json", crashed))
     assert (found.error, list(found.steps)) == ("APIError: down", [])
 
 
@@ -202,7 +202,7 @@ def test_a_limit_is_no_failure_and_an_exception_is_one(tmp_path):
 def test_a_damaged_document_is_refused_by_name(tmp_path, content, rule):
     path = tmp_path / "a.traj.json"
     path.write_bytes(content)
-    runs, (rejected,), _ = found_in(ADAPTER, path)
+    runs, (rejected,), _ = found_in(MINI, path)
     assert not runs
     assert rejected.error.rule == rule
 
@@ -220,4 +220,4 @@ DOCUMENT = json.dumps(
 def test_no_damage_gives_anything_but_rows_or_named_errors(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("damaged") / "a.traj.json"
     path.write_bytes(data.draw(mutated(DOCUMENT)))
-    check_survives(ADAPTER, path)
+    check_survives(MINI, path)

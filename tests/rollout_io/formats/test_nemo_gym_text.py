@@ -6,7 +6,7 @@ import pytest
 
 import rollout_io
 from rollout_io import convert, read_log, read_metadata
-from rollout_io.conversion.settings import Keywords
+from rollout_io.conversion.plan import Keywords
 from rollout_io.formats.nemo_gym import UNRELIABLE
 from rollout_io.formats.nemo_gym_text import CUMULATIVE, UNSEEN, WITHOUT_IDS
 from schemas import check

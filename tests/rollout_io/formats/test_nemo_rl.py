@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from rollout_io.formats.nemo_rl import ADAPTER
+from rollout_io.formats.nemo_gym import NEMO_RL
 from rollout_io.formats.start import Start
 from tests.helpers.adapter_helpers import convert_with, planned, read_all
 from tests.helpers.examples import examples
@@ -37,7 +37,7 @@ def document(*runs):
 
 
 def test_each_answer_is_a_call_whose_prompt_is_all_before_it(tmp_path):
-    ((found_run, found),), rejected = read_all(ADAPTER, save(tmp_path / "a", document(TWO_CALLS)))
+    ((found_run, found),), rejected = read_all(NEMO_RL, save(tmp_path / "a", document(TWO_CALLS)))
     assert rejected == []
     assert [s.prompt_token_ids.tolist() for s in found.steps] == [[1, 2], [1, 2, 3, 4, 5]]
     assert [s.response_ids.tolist() for s in found.steps] == [[3], [6, 7]]
@@ -49,7 +49,7 @@ def test_each_answer_is_a_call_whose_prompt_is_all_before_it(tmp_path):
 
 def test_runs_of_a_list_are_read_and_written_with_their_exact_ids(tmp_path):
     plain = run(message("user", [1]), message("assistant", [2]))
-    done, table = convert_with(ADAPTER, [save(tmp_path / "a", [TWO_CALLS, plain])], tmp_path)
+    done, table = convert_with(NEMO_RL, [save(tmp_path / "a", [TWO_CALLS, plain])], tmp_path)
     assert (done.summary.num_records, done.summary.num_written) == (2, 2)
     assert done.about["groups"].startswith("inferred: each run")
     assert table["response_ids"].to_pylist() == [[3], [6, 7], [2]]
@@ -74,7 +74,7 @@ def test_runs_of_a_list_are_read_and_written_with_their_exact_ids(tmp_path):
 )
 def test_every_reason_for_missing_tokens_has_its_name_and_place(log, rule, got, tmp_path):
     path = save(tmp_path / "a", document(TWO_CALLS, run(*log)))
-    found, ((place, error, _),) = read_all(ADAPTER, path)
+    found, ((place, error, _),) = read_all(NEMO_RL, path)
     assert len(found) == 1
     assert place.where == f"{path}, expected_output[1]"
     assert error.rule == rule
@@ -84,8 +84,8 @@ def test_every_reason_for_missing_tokens_has_its_name_and_place(log, rule, got, 
 
 def test_the_real_pair_of_renderings_is_recognized_and_has_no_run(harness_logs):
     path = harness_logs / "nemo_gym" / "nemo_rl.maybe_correct_merged_tokens_test_data.json"
-    assert ADAPTER.recognizes(Start(path))
-    plan = planned(ADAPTER, path)
+    assert NEMO_RL.recognizes(Start(path))
+    plan = planned(NEMO_RL, path)
     assert plan.runs == []
     ((_, error, _),) = plan.rejected
     assert (error.rule, error.got) == (
@@ -96,8 +96,8 @@ def test_the_real_pair_of_renderings_is_recognized_and_has_no_run(harness_logs):
 
 def test_the_real_message_logs_are_refused_for_the_ids_that_were_emptied(harness_logs):
     path = harness_logs / "nemo_gym" / "nemo_rl.test_nemo_gym_sanity.json"
-    assert ADAPTER.recognizes(Start(path))
-    found, rejected = read_all(ADAPTER, path)
+    assert NEMO_RL.recognizes(Start(path))
+    found, rejected = read_all(NEMO_RL, path)
     assert found == []
     got = "the message of role 'assistant' has an empty list of token ids"
     assert [(r.error.rule, r.error.got) for r in rejected] == [("no_token_ids", got)] * 2
@@ -110,4 +110,4 @@ def test_no_damage_loses_a_run_or_ends_in_a_traceback(content):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "a.json"
         path.write_bytes(content)
-        check_records(ADAPTER, path, planned(ADAPTER, path).num_records)
+        check_records(NEMO_RL, path, planned(NEMO_RL, path).num_records)

@@ -13,9 +13,9 @@ import pytest
 
 from rollout_io.conversion.text import Retokenizer, with_tokens
 from rollout_io.formats.base import Step
-from rollout_io.formats.contents import SELF
 from rollout_io.formats.contexts import SUMMARIES
 from rollout_io.formats.detect import load_formats, recognize
+from rollout_io.formats.grammar import SELF
 from rollout_io.formats.qwen_code import REMINDER
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import read_all

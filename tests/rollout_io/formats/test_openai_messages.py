@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_io.formats.base import Options
-from rollout_io.formats.openai_messages import ADAPTER
+from rollout_io.formats.base import Options, noted
+from rollout_io.formats.chats import OPENAI_MESSAGES
 from rollout_io.formats.parsing.messages import INACTIVE, MARKED
-from rollout_io.formats.parsing.notes import noted
 from rollout_io.formats.start import Start
 from tests.helpers.adapter_helpers import convert_with, planned, read_all, write_lines
 from tests.helpers.examples import examples
@@ -25,7 +24,7 @@ def lines(tmp_path, *records):
 
 
 def read_one(tmp_path, record):
-    ((_, found),), rejected = read_all(ADAPTER, lines(tmp_path, record))
+    ((_, found),), rejected = read_all(OPENAI_MESSAGES, lines(tmp_path, record))
     assert rejected == []
     return found
 
@@ -72,16 +71,16 @@ def test_two_different_system_prompts_are_refused_by_name(tmp_path):
         {"messages": both, "system_prompt": "Be brief."},
         {"messages": CHAT, "system_prompt": "Be brief.", "instructions": "Be long."},
     ):
-        _, (rejected,) = read_all(ADAPTER, lines(tmp_path, record))
+        _, (rejected,) = read_all(OPENAI_MESSAGES, lines(tmp_path, record))
         assert rejected.error.rule == "message"
         assert rejected.error.where.endswith(("system_prompt", "instructions"))
 
 
 def test_messages_that_a_user_took_back_are_left_out_and_counted(tmp_path):
     back = [m | {"active": 0} for m in CHAT]
-    (run,) = planned(ADAPTER, lines(tmp_path, {"messages": [*back, *CHAT], "id": 1})).runs
+    (run,) = planned(OPENAI_MESSAGES, lines(tmp_path, {"messages": [*back, *CHAT], "id": 1})).runs
     with noted() as notes:
-        (step,) = ADAPTER.read(run, Options()).steps
+        (step,) = OPENAI_MESSAGES.read(run, Options()).steps
     assert (step.messages, notes) == (CHAT, {INACTIVE: 2})
 
 
@@ -98,7 +97,7 @@ def test_an_answer_marked_as_not_trained_is_context_of_the_later_ones_and_counte
     plain = [{name: m[name] for name in ("role", "content")} for m in chat]
     off = [i for i, mark in enumerate(marks) if mark in OFF]
     with tempfile.TemporaryDirectory() as folder:
-        made, rejected = read_all(ADAPTER, lines(Path(folder), {"messages": chat}))
+        made, rejected = read_all(OPENAI_MESSAGES, lines(Path(folder), {"messages": chat}))
     if len(off) == len(marks):
         assert [each.error.rule for each in rejected] == ["no_calls"]
         return
@@ -116,7 +115,7 @@ def test_an_answer_marked_as_not_trained_is_context_of_the_later_ones_and_counte
 @pytest.mark.parametrize("mark", [{"weight": 0.5}, {"loss_mask": [0, 1]}, {"train": "no"}])
 def test_a_mark_that_is_neither_on_nor_off_is_refused_by_name(mark, tmp_path):
     chat = {"messages": [USER | mark, ANSWER | mark]}
-    _, (rejected,) = read_all(ADAPTER, lines(tmp_path, chat))
+    _, (rejected,) = read_all(OPENAI_MESSAGES, lines(tmp_path, chat))
     (name,) = mark
     assert rejected.error.rule == "message"
     assert rejected.error.where.endswith("messages[1]")
@@ -145,7 +144,7 @@ def test_a_stated_id_is_the_group_else_equal_prompts_are(tmp_path):
         [USER, {"role": "assistant", "content": "7"}],
         [{"role": "user", "content": "2 + 2?"}, ANSWER],
     ]
-    plan = planned(ADAPTER, lines(tmp_path, *records))
+    plan = planned(OPENAI_MESSAGES, lines(tmp_path, *records))
     names = [(run.instance_id, run.repetition_id) for run in plan.runs]
     assert names[:3] == [("a", 1), ("a", 0), ("1", 0)]
     (third, _), (fourth, _), (fifth, _) = names[3:]
@@ -155,14 +154,14 @@ def test_a_stated_id_is_the_group_else_equal_prompts_are(tmp_path):
 
 
 def test_where_all_lines_have_ids_nothing_is_inferred(tmp_path):
-    assert planned(ADAPTER, lines(tmp_path, {"messages": CHAT, "id": "a"})).about == {}
+    assert planned(OPENAI_MESSAGES, lines(tmp_path, {"messages": CHAT, "id": "a"})).about == {}
 
 
 def test_a_document_over_several_lines_is_no_jsonl(tmp_path):
     path = tmp_path / "a.json"
     path.write_text(json.dumps(CHAT, indent=1))
-    assert not ADAPTER.recognizes(Start(path))
-    assert ADAPTER.recognizes(Start(save(tmp_path / "b.json", CHAT)))
+    assert not OPENAI_MESSAGES.recognizes(Start(path))
+    assert OPENAI_MESSAGES.recognizes(Start(save(tmp_path / "b.json", CHAT)))
 
 
 @pytest.mark.parametrize(
@@ -182,7 +181,7 @@ def test_a_document_over_several_lines_is_no_jsonl(tmp_path):
 )
 def test_a_damaged_line_is_refused_by_name_and_no_other_is(record, rule, tmp_path):
     path = lines(tmp_path, {"messages": CHAT}, record, CHAT)
-    found, ((place, error, _),) = read_all(ADAPTER, path)
+    found, ((place, error, _),) = read_all(OPENAI_MESSAGES, path)
     assert len(found) == 2
     assert (place.where, error.rule) == (f"{path}:2", rule)
 
@@ -194,7 +193,7 @@ def test_with_a_tokenizer_lines_become_rows_grouped_and_rewarded_as_chosen(tmp_p
     choices = {"tokenizer": str(smollm2_dir), "chat_template": save_template(tmp_path)}
     choices |= {"reward": "rewards.style", "on_error": "skip"}
     path = lines(tmp_path, *records, {"messages": [USER]})
-    done, table = convert_with(ADAPTER, [path], tmp_path, **choices)
+    done, table = convert_with(OPENAI_MESSAGES, [path], tmp_path, **choices)
     assert (done.summary.num_records, done.summary.num_rejected) == (4, 1)
     assert table["instance_id"].to_pylist() == ["0", "1", "2"]
     assert table["reward"].to_pylist() == [0.0, 1.0, 2.0]
@@ -220,4 +219,4 @@ def test_no_damage_loses_a_line_or_ends_in_a_traceback(content):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "chat.jsonl"
         path.write_bytes(content)
-        check_lines(ADAPTER, path)
+        check_lines(OPENAI_MESSAGES, path)

@@ -9,9 +9,9 @@ from contextlib import closing
 import pytest
 
 from rollout_io.formats.detect import load_formats, recognize
+from rollout_io.formats.engines.runs import COPIED
 from rollout_io.formats.opencode import ADAPTER, FILES, INVALID, REMINDED, UNENDED, WRITTEN
 from rollout_io.formats.opencode_stores import REVERTED
-from rollout_io.formats.parsing.forks import COPIED
 from tests.helpers.adapter_helpers import read_all
 from tests.helpers.conversation_writers import opencode_tables, save_opencode
 from tests.helpers.session_facts import opencode

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_io.formats.openhands import ADAPTER
-from rollout_io.formats.openhands_events import HIDDEN
+from rollout_io.formats.openhands import ADAPTER, HIDDEN
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import read_all as read_noted
 from tests.helpers.text_log_helpers import (

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import rollout_io
-from rollout_io.conversion.settings import Keywords
+from rollout_io.conversion.plan import Keywords
 from rollout_io.formats import gemini_cli, opencode, qwen_code
 from rollout_io.formats.gemini_cli import BROKEN_OFF
 from rollout_io.formats.start import Start

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_io.formats.refused import REFUSED
 from rollout_io.formats.start import Start
+from rollout_io.formats.unrecognized import REFUSED
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import convert_with
 from tests.helpers.text_log_helpers import check_survives, found_in, mutated, save

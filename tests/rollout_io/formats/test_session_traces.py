@@ -7,7 +7,7 @@ import pytest
 
 import rollout_io
 from rollout_io.cli.main import run
-from rollout_io.conversion.settings import Keywords
+from rollout_io.conversion.plan import Keywords
 from rollout_io.formats.session_traces import ADAPTER, NO_ANSWER, NOT_WRITTEN
 from schemas.columns import arrow_schema
 from tests.conftest import ROOT

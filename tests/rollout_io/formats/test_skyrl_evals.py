@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-from rollout_io.formats.skyrl_evals import ADAPTER
+from rollout_io.formats.skyrl import EVALUATIONS
 from rollout_io.formats.start import Start
 from tests.helpers.adapter_helpers import convert_with, planned, read_all, write_lines
 from tests.helpers.examples import examples
@@ -29,8 +29,8 @@ class TrainingInputBatch(dict):
 def test_lines_of_one_data_source_with_one_prompt_are_a_group(tmp_path):
     other = sample(input_prompt="x")
     path = write_lines(tmp_path / "gsm8k.jsonl", sample(), other, sample())
-    assert ADAPTER.recognizes(Start(path))
-    plan = planned(ADAPTER, path)
+    assert EVALUATIONS.recognizes(Start(path))
+    plan = planned(EVALUATIONS, path)
     first, second, third = plan.runs
     assert first.instance_id == third.instance_id != second.instance_id
     assert first.instance_id.startswith("gsm8k/prompt-")
@@ -44,7 +44,7 @@ def test_evaluations_of_other_steps_and_of_other_runs_are_other_groups(tmp_path)
     for folder in ("a/global_step_5_evals", "a/global_step_10_evals", "b/global_step_5_evals"):
         (tmp_path / folder).mkdir(parents=True)
         paths.append(write_lines(tmp_path / folder / "gsm8k.jsonl", sample()))
-    runs = planned(ADAPTER, *paths).runs
+    runs = planned(EVALUATIONS, *paths).runs
     names = [run.instance_id.rpartition("/")[0] for run in runs]
     assert names == ["step-5/gsm8k", "step-10/gsm8k", "step-5/gsm8k/file-1"]
     assert runs[1].labels["step"] == "10"
@@ -61,7 +61,7 @@ def test_evaluations_of_other_steps_and_of_other_runs_are_other_groups(tmp_path)
 )
 def test_the_score_or_the_sum_of_its_tokens_is_the_outcome(score, reward, metrics, tmp_path):
     path = write_lines(tmp_path / "gsm8k.jsonl", sample(score=score, env_extras={"answer": "6"}))
-    ((_, trajectory),) = read_all(ADAPTER, path)[0]
+    ((_, trajectory),) = read_all(EVALUATIONS, path)[0]
     assert (trajectory.reward, trajectory.metrics) == (reward, metrics)
     assert trajectory.user_values == {
         "env_class": "gsm8k",
@@ -75,7 +75,7 @@ def test_the_score_or_the_sum_of_its_tokens_is_the_outcome(score, reward, metric
 def test_the_placeholder_of_a_failed_run_is_no_text_of_the_model(tmp_path):
     failed = sample(stop_reason="error", output_response="!", score=0.0)
     path = write_lines(tmp_path / "gsm8k.jsonl", failed)
-    ((_, trajectory),) = read_all(ADAPTER, path)[0]
+    ((_, trajectory),) = read_all(EVALUATIONS, path)[0]
     assert (trajectory.steps, trajectory.error) == ([], "error")
 
 
@@ -84,7 +84,7 @@ def test_the_placeholder_of_a_failed_run_is_no_text_of_the_model(tmp_path):
 def test_with_a_tokenizer_special_tokens_in_the_text_are_theirs_again(tmp_path, smollm2_dir):
     failed = sample(stop_reason="error", output_response="!", score=0.0)
     path = write_lines(tmp_path / "gsm8k.jsonl", sample(), failed)
-    done, table = convert_with(ADAPTER, [path], tmp_path, tokenizer=str(smollm2_dir))
+    done, table = convert_with(EVALUATIONS, [path], tmp_path, tokenizer=str(smollm2_dir))
     assert (done.summary.num_records, done.summary.num_written) == (2, 2)
     assert table["prompt_token_ids"].to_pylist()[0][:2] == [1, 4093]
     assert table["response_ids"].to_pylist() == [[38, 2], []]
@@ -97,9 +97,9 @@ def test_a_directory_of_evaluations_is_one_log_and_its_aggregated_metrics_no_rec
     write_lines(tmp_path / "gsm8k.jsonl", sample(), sample())
     write_lines(tmp_path / "aime.jsonl", sample(data_source="aime"))
     aggregated = write_lines(tmp_path / "aggregated_results.jsonl", METRICS)
-    assert ADAPTER.recognizes(Start(tmp_path))
-    assert not ADAPTER.recognizes(Start(aggregated))
-    plan = planned(ADAPTER, tmp_path)
+    assert EVALUATIONS.recognizes(Start(tmp_path))
+    assert not EVALUATIONS.recognizes(Start(aggregated))
+    plan = planned(EVALUATIONS, tmp_path)
     assert plan.num_records == 3
     where = [place.where for run in plan.runs for place in run.places]
     assert where == [f"{tmp_path}/{n}" for n in ("aime.jsonl:1", "gsm8k.jsonl:1", "gsm8k.jsonl:2")]
@@ -108,8 +108,8 @@ def test_a_directory_of_evaluations_is_one_log_and_its_aggregated_metrics_no_rec
 def test_a_pickled_batch_is_refused_and_never_loaded(tmp_path):
     path = tmp_path / "global_step_1_training_input.pkl"
     path.write_bytes(pickle.dumps(TrainingInputBatch()))
-    assert ADAPTER.recognizes(Start(path))
-    (rejected,) = planned(ADAPTER, path).rejected
+    assert EVALUATIONS.recognizes(Start(path))
+    (rejected,) = planned(EVALUATIONS, path).rejected
     assert rejected.error.rule == "pickle"
     assert "not loaded" in rejected.error.got
     assert "from_generator_output" in rejected.error.hint
@@ -121,4 +121,4 @@ def test_no_damage_loses_a_line_or_ends_in_a_traceback(content):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "gsm8k.jsonl"
         path.write_bytes(content)
-        check_lines(ADAPTER, path)
+        check_lines(EVALUATIONS, path)

@@ -17,7 +17,7 @@ from rollout_io import (
     write_generator_output,
 )
 from rollout_io.cli.main import run
-from rollout_io.conversion.settings import Keywords
+from rollout_io.conversion.plan import Keywords
 from schemas.errors import RolloutError
 from tests.conftest import EXAMPLES
 

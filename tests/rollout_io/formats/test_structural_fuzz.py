@@ -16,7 +16,7 @@ import pytest
 
 import rollout_io
 from rollout_io import convert
-from rollout_io.conversion.settings import Keywords
+from rollout_io.conversion.plan import Keywords
 from rollout_io.formats.parsing.jsonl import UNREADABLE
 from schemas import check
 from schemas.errors import RolloutError

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_io.formats.base import Options
+from rollout_io.formats.base import Options, noted
 from rollout_io.formats.dialects.model_spans import PLAIN
 from rollout_io.formats.dialects.spans import tree_of
-from rollout_io.formats.parsing.notes import noted
 from rollout_io.formats.start import Start
 from rollout_io.formats.traces import (
     ADAPTER,

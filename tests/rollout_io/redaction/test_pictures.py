@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import rollout_io
 from pipelines.merging.merge import merge_table, unmerge_table
 from rollout_io.cli.main import run
-from rollout_io.redaction.pictures import without_pictures
+from rollout_io.redaction.tables import without_pictures
 from schemas.checker import Checker
 from schemas.strategies import rollout_tables
 from tests.helpers.conversion_helpers import write

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from rollout_io.redaction.literals import Literals
-from rollout_io.redaction.protocol import WORDS
+from rollout_io.redaction.values import WORDS
 from tests.rollout_io.redaction.test_redact import redactor_of
 
 SECRETS = ("assistant", "tool_calls", "ssistan", 'e": "assistant", "c', "json_schema", "max_tokens")

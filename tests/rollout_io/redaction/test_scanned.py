@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_io.redaction.redact import Findings
-from rollout_io.redaction.scanned import BLOCK_BYTES, CONTEXT_BYTES, MOST_BLOCKS, Scanned
-from rollout_io.redaction.scanner import Rules
+from rollout_io.redaction.scanner import BLOCK_BYTES, CONTEXT_BYTES, MOST_BLOCKS, Rules, Scanned
 
 RULES = Rules()
 PIECES = st.lists(st.tuples(st.integers(0, 6000), st.booleans()), min_size=1, max_size=6)

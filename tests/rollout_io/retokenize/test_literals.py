@@ -7,11 +7,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rollout_io import convert, read
-from rollout_io.conversion.settings import Keywords
+from rollout_io.conversion.plan import Keywords
 from rollout_io.conversion.text import LITERALS
 from rollout_io.retokenize import encode_messages, encode_response, load_tokenizer, retokenize
 from rollout_io.retokenize.chat_template import template_path
-from rollout_io.retokenize.literals import encode_text
+from rollout_io.retokenize.encoding import encode_text
 from schemas.errors import RolloutError
 from tests.helpers.examples import examples
 from tests.helpers.qwen import chat_template_of, save_qwen3

@@ -14,7 +14,7 @@ from pipelines.view.tokenizers import Tokenizers
 from rollout_io import convert
 from rollout_io.cli.main import run
 from rollout_io.conversion import driver
-from rollout_io.conversion.settings import Keywords
+from rollout_io.conversion.plan import Keywords
 from rollout_io.retokenize.local import find_tokenizer, tokenizer_directory
 from schemas.errors import RolloutError
 from schemas.metadata import DatasetMetadata

@@ -14,8 +14,7 @@ from rollout_io.retokenize import (
     load_tokenizer,
     retokenize,
 )
-from rollout_io.retokenize.chat_template import find_template
-from rollout_io.retokenize.messages import normalize
+from rollout_io.retokenize.chat_template import find_template, normalize
 from schemas.errors import RolloutError
 
 CHAT = [

@@ -10,7 +10,7 @@ import polars as pl
 import torch
 
 import rollout_io
-from rollout_io.dataset.atomic_files import whole
+from rollout_io.dataset.filesystems import whole
 from schemas.errors import InputError, RolloutError, count
 from schemas.forensics import AUDIT
 from trainer.distributed.sharding import is_sharded

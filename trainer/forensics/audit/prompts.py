@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any
 
-from rollout_io.retokenize.chat_template import TEMPLATES, find_template
-from rollout_io.retokenize.messages import normalize
+from rollout_io.retokenize.chat_template import TEMPLATES, find_template, normalize
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.errors import RolloutError
 

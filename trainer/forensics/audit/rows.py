@@ -15,8 +15,8 @@ import pipelines
 from pipelines.merging.versions import VERSIONS, split_versions
 from pipelines.sampling_defaults import COLUMNS, NEUTRAL, SamplingDefaults
 from pipelines.tables import ROUTING
-from rollout_io.dataset.row_digests import with_stored_digest
-from rollout_io.formats.parsing.sampling import sampling_extra_of
+from rollout_io.dataset.versions import with_stored_digest
+from rollout_io.formats.parsing.bodies import sampling_extra_of
 from schemas.columns import PICTURES, arrow_schema
 from schemas.metadata import DatasetMetadata, LogprobsMode
 from schemas.ragged import BoolArray, IntArray, Ragged, ranges

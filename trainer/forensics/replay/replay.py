@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rollout_io.dataset.atomic_files import whole, writable
+from rollout_io.dataset.filesystems import whole, writable
 from rollout_io.dataset.locking import destination
 from rollout_io.terminal import Bar
 from schemas.errors import ConfigError, InputError, count

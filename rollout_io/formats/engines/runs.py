@@ -1,15 +1,21 @@
-"""Names and files of sessions: which records belong to which session."""
+"""Which records belong to which run: of sessions in several files, of scattered records, of forks.
+
+An answer that several sessions have, because a session was forked, is trained on in one of them. In the
+others, it is part of the prompt (`Run.copied`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from rollout_io.formats.base import Input, Place
-from rollout_io.formats.parsing.lines import Record
-from schemas.errors import RolloutError
+from rollout_io.formats.base import Found, Input, Place, Rejected, Run
+from rollout_io.formats.parsing.records import DUPLICATE, Record, incomplete
+from schemas.errors import InputError, RolloutError
 
 _MAX_BASES = 100
 
@@ -133,3 +139,94 @@ def logical(base: Base, sessions: Mapping[str, list[File]], depth: int = 0) -> l
             records = logical(before, sessions, depth + 1)
         records = records[: before.num_records if before is not None else 0] + file.places
     return records[: base.num_records]
+
+
+def gathered(
+    items: Iterable[Found], key: Callable[[Place], Hashable] | None = None
+) -> Iterator[Found]:
+    """Yield one run per group of records, in the order of the first ones; other items come first.
+
+    A group with a damaged record is rejected. The first value of each label counts.
+
+    Args:
+        items: What was found in the logs: a run for each record, or for each part of one.
+        key: Returns what a record shares with the others of its run, even if it is damaged; None: runs
+            have names of their own, and damaged records have none.
+    """
+    runs: dict[Hashable, tuple[Run, list[Place]]] = {}
+    damage: dict[Hashable, RolloutError] = {}
+    for item in items:
+        if isinstance(item, Run):
+            name = item.instance_id if key is None else key(item.places[0])
+            run, places = runs.setdefault(name, (item, []))
+            places += item.places
+            run.labels = {**run.labels, **item.labels, **run.labels}  # the first values
+            continue
+        yield item
+        if isinstance(item, Rejected) and key is not None:
+            damage.setdefault(key(item.place), item.error)
+    for name, (run, places) in runs.items():
+        run.places = places
+        yield from incomplete(places, damage[name]) if name in damage else [run]
+
+
+COPIED = "answers that are part of the prompt here, because another session has them too (forks)"
+"""Note about these answers."""
+
+Answers = Mapping[int, Sequence[bytes]]
+"""Digests of each answer of a session, by the index of its place."""
+
+
+def digest(*parts: str) -> bytes:
+    """Return a digest by which copies of an answer are found."""
+    text = "\0".join(parts).encode(errors="surrogatepass")
+    return hashlib.blake2b(text, digest_size=16).digest()
+
+
+Name = TypeVar("Name", bound=Hashable)
+
+
+def copied_answers(sessions: Mapping[Name, Answers]) -> dict[Name, dict[int, Name]]:
+    """Return the copied answers of each session by index, each with the session that keeps it.
+
+    The first session that has an answer keeps it: originals come before forks, or sessions with fewer
+    answers first, or a fork could leave its original without answers.
+    """
+    keepers: dict[bytes, Name] = {}
+    copied: dict[Name, dict[int, Name]] = {}
+    for name, session in sessions.items():
+        answers = session.items()
+        keepers_of = {
+            i: next((keepers[d] for d in digests if d in keepers), name) for i, digests in answers
+        }
+        copied[name] = {i: keeper for i, keeper in keepers_of.items() if keeper != name}
+        for _, digests in answers:
+            for one in digests:
+                keepers.setdefault(one, name)
+    return copied
+
+
+def run_of(
+    name: str,
+    places: Sequence[Place],
+    labels: Mapping[str, str],
+    answers: Answers,
+    copied: Mapping[int, str],
+) -> Iterator[Found]:
+    """Yield the run of a session; one without an answer of its own is rejected as a copy."""
+    if not copied or len(copied) < len(answers):
+        yield Run(
+            instance_id=name,
+            repetition_id=0,
+            places=places,
+            labels=labels,
+            copied=frozenset(copied),
+        )
+        return
+    others = Counter(copied.values()).most_common(1)
+    finding = (
+        f"the session has no answer of its own: session {others[0][0]!r} has all {len(copied)}"
+    )
+    hint = "delete the copy, or convert it to a separate dataset"
+    for place in places:
+        yield Rejected(place, InputError(DUPLICATE, place.where, finding, hint=hint))
