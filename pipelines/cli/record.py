@@ -223,7 +223,7 @@ class _Status:
 
     def _text(self, recorder: Recorder) -> str:
         """Format the status line, with rates since the previous call."""
-        from pipelines.record.recorder_metrics import number
+        from pipelines.record.recorder import number
 
         metrics = recorder.metrics
         now_s, calls, tokens = time.monotonic(), number(metrics.calls), number(metrics.tokens)

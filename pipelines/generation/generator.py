@@ -251,9 +251,7 @@ async def open_calls(
         ConfigError: `address`: there is no free port.
     """
     if config.generator is not None and (config.port or config.served_model_name):
-        async with _module("own_endpoint").open_endpoint(
-            config, engine, tokenizer, turn
-        ) as endpoint:
+        async with _module("endpoint").open_endpoint(config, engine, tokenizer, turn) as endpoint:
             yield endpoint
         return
     if config.harness is None:

@@ -25,7 +25,7 @@ from pipelines.generation.engines.http_pool import BROKEN, Limits
 from pipelines.generation.engines.request_fields import sampling_fields
 from pipelines.generation.engines.vllm import Model, VllmEngine
 from pipelines.generation.trajectory import ENDS_THE_RUN
-from pipelines.http_app import (
+from pipelines.http_server import (
     JSON,
     application,
     error_response,

@@ -33,7 +33,7 @@ from pipelines.generation.engines.base import ENGINE_DOWN, Engine
 from pipelines.generation.process_groups import Watch
 from pipelines.generation.tasks import Task
 from pipelines.generation.trajectory import seed_of
-from pipelines.harness.addresses import answering_at
+from pipelines.harness.endpoint import answering_at
 from pipelines.harness.engine_api import (
     EngineApp,
     EngineGone,
@@ -43,7 +43,7 @@ from pipelines.harness.engine_api import (
     usual_fields,
 )
 from pipelines.harness.launchers import NO_KEY, Endpoint, Harness
-from pipelines.http_app import (
+from pipelines.http_server import (
     STATUS,
     Reply,
     WorkingResponse,
@@ -54,18 +54,24 @@ from pipelines.http_app import (
 from pipelines.origin_guard import is_loopback
 from pipelines.record.engine_requests import MODEL_APIS, Asked, Fields, Kind, ModelApi, read_request
 from pipelines.record.model_call import Call, ModelCalls
-from pipelines.record.recorder import Recorder, losses_of
-from pipelines.record.sessions import Session
+from pipelines.record.recorder import Recorder
+from pipelines.record.sessions import (
+    Session,
+    agent_in,
+    api_key_of,
+    losses_of,
+    target_of,
+    without_key,
+)
 from pipelines.record.settings import RecordSettings
 from pipelines.record.shards import ended_of, settle
-from pipelines.record.spoken import (
+from pipelines.record.translation import (
     Received,
     count_tokens,
     last_event,
     received,
     refusal,
 )
-from pipelines.record.targets import agent_in, api_key_of, target_of, without_key
 from pipelines.record.upstreams import MODELS, Upstreams, engine_response, models_response
 from rollout_io.conversion.rewards import Outcome
 from rollout_io.formats.base import Step

@@ -36,7 +36,7 @@ from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
 from pipelines.generation.engines.http_pool import BROKEN
-from pipelines.http_app import (
+from pipelines.http_server import (
     JSON,
     Reply,
     WorkingResponse,
@@ -49,15 +49,8 @@ from pipelines.record.engine_requests import MODEL_APIS, ModelApi, read_request
 from pipelines.record.exact_prefix import ExactPrefix
 from pipelines.record.model_call import Call, ModelCalls
 from pipelines.record.openapi import OF_SESSION, Name, Operation, Repetition, description
-from pipelines.record.recorder import Recorder
-from pipelines.record.recorder_metrics import CONTENT_TYPE
-from pipelines.record.spoken import (
-    count_tokens,
-    last_event,
-    received,
-    refusal,
-)
-from pipelines.record.targets import (
+from pipelines.record.recorder import CONTENT_TYPE, Recorder
+from pipelines.record.sessions import (
     Target,
     agent_in,
     api_key_of,
@@ -67,6 +60,12 @@ from pipelines.record.targets import (
     session_in,
     target_of,
     without_key,
+)
+from pipelines.record.translation import (
+    count_tokens,
+    last_event,
+    received,
+    refusal,
 )
 from pipelines.record.upstreams import MODELS, Upstreams, engine_response
 from pipelines.sampling_defaults import request_defaults

@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 
 from pipelines.generation.engines.request_fields import support_fields
-from pipelines.record.bounds import check_request, num_prompts
 from pipelines.record.dialects.anthropic import MessagesCall, MessagesShape
 from pipelines.record.dialects.base import DialectCall, PlainMessage
 from pipelines.record.dialects.gemini import GeminiCall, GeminiShape
 from pipelines.record.dialects.responses import ResponsesCall, ResponsesShape
 from pipelines.record.secrets import without_secrets
+from pipelines.record.upstreams import check_request, num_prompts
 from rollout_io.formats.parsing.bodies import Sampling
 from schemas.metadata import LogprobsMode
 

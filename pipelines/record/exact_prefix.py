@@ -8,25 +8,36 @@ and the response unmodified, and appends new messages, is sent as token ids:
 Clients send back what they parsed: arguments written anew, reasoning left out. A response is the same
 if it has the same text, apart from whitespace around it, and the same calls. The client receives the
 engine's text completion as a chat completion; if a call has tools, or the engine found reasoning,
-its parsers read the ids (`parsed_ids`). When in doubt (an edited response, a template that changes
+its parsers read the ids (`IdParser`). When in doubt (an edited response, a template that changes
 earlier messages, a chat-only field), the call is sent unchanged and counted by reason.
+
+vLLM has its parsers as a route with `--enable-scale-out`, so that nothing is tokenized again:
+
+    POST /v1/chat/completions/derender
+    {"generate_response": {"choices": [{"index": 0, "token_ids": [...], "finish_reason": "stop"}]},
+     "prompt_token_ids": [...], "chat_request": {...}}
+    {"choices": [{"message": {"content": ..., "reasoning": ..., "tool_calls": [...]}, ...}]}
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
 
+from pipelines.generation.engines.http_pool import BROKEN
 from pipelines.generation.histories import observation_ids
+from pipelines.http_server import JSON
 from pipelines.record.engine_requests import NULL, Asked, Fields, value_of
+from pipelines.record.engine_responses import Answer
 from pipelines.record.sessions import Seen, Session
+from pipelines.record.upstreams import Upstreams
 from rollout_io.formats.parsing.content import known
 from rollout_io.retokenize.messages import normalize
 from rollout_io.retokenize.tokenizer import ChatTokenizer
-from schemas.errors import InputError, RolloutError
+from schemas.errors import EngineError, InputError, RolloutError
 
 PATH = "/v1/completions"
 MOST_CONVERSATIONS = 8
@@ -288,3 +299,102 @@ def _answer_of(seen: Seen) -> dict[str, Any] | None:
     calls = msgspec.json.decode(message.tool_calls) or []
     thought = message.reasoning or message.reasoning_content
     return answer | known({"tool_calls": calls or None, "reasoning_content": thought or None})
+
+
+PARSE_PATH = "/v1/chat/completions/derender"
+_TAIL = 8  # ids of the prompt that parsers see, to decode the first token
+_OWN_FIELDS = ("logprobs", "top_logprobs", "return_token_ids", "stream", "stream_options")
+_PROBE = msgspec.Raw(b'[{"role":"user","content":"x"}]')
+
+
+class _Derendered(msgspec.Struct):
+    choices: list[Fields] = []
+
+
+_DERENDERED = msgspec.json.Decoder(_Derendered)
+
+
+class IdParser:
+    """Parses ids by the engines.
+
+    Args:
+        upstreams: The engines.
+        eos: Id of the end-of-sequence token, which is no text; None if there is none.
+    """
+
+    def __init__(self, upstreams: Upstreams, eos: int | None) -> None:
+        self._upstreams, self._eos = upstreams, eos
+        self._works: bool | None = None
+
+    async def works(self, request: Asked, headers: Mapping[str, str]) -> bool:
+        """Return true if the engines parse ids; they are asked once, with a request of ours."""
+        if self._works is None:
+            sent = {"model": request.sent.get("model", NULL), "messages": _PROBE}
+            try:
+                self._works = await self._choice(sent, [0], [0], "length", headers) is not None
+            except EngineError:
+                return False
+        return self._works
+
+    async def merged(self, answer: Answer, request: Asked, headers: Mapping[str, str]) -> Answer:
+        """Return a text completion with the message that its ids are.
+
+        Raises:
+            EngineError: `engine_answer`: the engine does not parse the ids.
+        """
+        (sampled,) = answer.choices
+        ids: list[int] = value_of(sampled, "token_ids") or []
+        prompt: list[int] = value_of(sampled, "prompt_token_ids") or []
+        reason = value_of(sampled, "finish_reason")
+        shown = ids[:-1] if ids[-1:] == [self._eos] else ids
+        choice = await self._choice(request.sent, prompt[-_TAIL:], shown, reason, headers)
+        if choice is None:
+            raise EngineError(
+                "engine_answer", PARSE_PATH, "the engine did not parse the sampled ids"
+            )
+        message: Fields = msgspec.json.decode(choice["message"], type=Fields)
+        has_calls = bytes(message.get("tool_calls", NULL)) not in (b"null", b"[]")
+        finish = "tool_calls" if has_calls and reason == "stop" else reason
+        merged_choice = {k: v for k, v in sampled.items() if k != "text"}
+        merged_choice |= {
+            "message": choice["message"],
+            "finish_reason": msgspec.Raw(msgspec.json.encode(finish)),
+        }
+        return Answer(msgspec.json.encode(answer.fields | {"choices": [merged_choice]}))
+
+    async def _choice(
+        self,
+        sent: Fields,
+        prompt: Sequence[int],
+        ids: Sequence[int],
+        reason: str | None,
+        headers: Mapping[str, str],
+    ) -> Fields | None:
+        request = {k: v for k, v in sent.items() if k not in _OWN_FIELDS}
+        if "tools" in request:
+            request["skip_special_tokens"] = msgspec.Raw(b"false")  # marks of calls may be special
+        body: dict[str, Any] = {
+            "model": sent.get("model", NULL),
+            "generate_response": {
+                "choices": [{"index": 0, "token_ids": ids, "finish_reason": reason}]
+            },
+            "prompt_token_ids": prompt,
+            "chat_request": request,
+        }
+        sent_headers = {**headers, "content-type": JSON}
+        opened = self._upstreams.answer(
+            "POST", PARSE_PATH, msgspec.json.encode(body), sent_headers, None
+        )
+        async with opened as response:
+            try:
+                content = await self._upstreams.whole(response)
+            except BROKEN as error:
+                finding = f"the connection broke ({type(error).__name__})"
+                raise EngineError("engine_down", PARSE_PATH, finding) from None
+            if response.status != 200:
+                return None
+        try:
+            choices = _DERENDERED.decode(content).choices
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None
+        return choices[0] if choices and "message" in choices[0] else None

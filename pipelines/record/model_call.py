@@ -22,16 +22,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pipelines.generation.engines.http_pool import BROKEN
-from pipelines.http_app import JSON, Reply
-from pipelines.record.bounds import REFUSED_ANSWERS
+from pipelines.http_server import JSON, Reply
 from pipelines.record.engine_requests import Asked
 from pipelines.record.engine_responses import Answer, Events, StreamedCall, Unread
-from pipelines.record.exact_prefix import FIRST, PATH, ExactPrefix, Unsure
-from pipelines.record.parsed_ids import IdParser
+from pipelines.record.exact_prefix import FIRST, PATH, ExactPrefix, IdParser, Unsure
 from pipelines.record.recorder import Recorder
 from pipelines.record.sessions import Seen, Session
-from pipelines.record.spoken import Received, Speaker, engine_error, engine_message, with_type
-from pipelines.record.upstreams import Answered, Upstreams, passed_on, version_of
+from pipelines.record.translation import Received, Speaker, engine_error, engine_message, with_type
+from pipelines.record.upstreams import REFUSED_ANSWERS, Answered, Upstreams, passed_on, version_of
 from rollout_io.formats.dialects.responses import ENCRYPTED_THOUGHTS
 from schemas.errors import EngineError, RolloutError
 from schemas.excerpts import cleaned

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pipelines.http_app import JSON
+from pipelines.http_server import JSON
 
 OF_SESSION = "/s/{instance}/{repetition}"
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]

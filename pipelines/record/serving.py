@@ -30,7 +30,7 @@ with requires_extra("record", "rollouts record"):
     from pipelines.http_server import answering, listen
     from pipelines.origin_guard import Guard
     from pipelines.record.app import App
-    from pipelines.record.spoken import refusal
+    from pipelines.record.translation import refusal
     from pipelines.record.upstreams import Upstreams
 
 from pipelines.generation.engines.http_pool import Limits

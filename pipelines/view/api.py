@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
-from pipelines.http_app import read_body
+from pipelines.http_server import read_body
 from pipelines.view import (
     attempts,
     row_tables,

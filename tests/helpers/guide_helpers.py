@@ -9,7 +9,7 @@ import threading
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipelines.harness.addresses import answering_at
+from pipelines.harness.endpoint import answering_at
 from pipelines.harness.engine_api import EngineApp
 from tests.conftest import ROOT
 from trainer.engine.embedded import TransformersEngine

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipelines.generation.engines.base import Sampling
 from pipelines.generation.engines.completion_parsing import read_sampled
-from pipelines.harness.addresses import answering_at
+from pipelines.harness.endpoint import answering_at
 from pipelines.harness.engine_api import EngineApp, read_request
 from schemas.errors import RolloutError
 from tests.helpers.generation_helpers import ASK, chatty_model

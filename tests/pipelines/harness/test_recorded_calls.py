@@ -18,7 +18,7 @@ from pipelines.generation.generator import Generator, Pace, open_calls
 from pipelines.generation.process_groups import Watch
 from pipelines.generation.tasks import Task
 from pipelines.generation.trajectory import seed_of
-from pipelines.harness.addresses import answering_at
+from pipelines.harness.endpoint import answering_at
 from pipelines.harness.engine_api import EngineApp, completed
 from pipelines.harness.launchers import CommandHarness, Endpoint, outcome_of
 from schemas.errors import RolloutError
