@@ -31,13 +31,18 @@ from operator import attrgetter
 from types import ModuleType
 from typing import TYPE_CHECKING, Protocol
 
-from pipelines.generation.agents import AgentTrajectory, Client, find_agent
 from pipelines.generation.config import GenerateConfig
 from pipelines.generation.dataset import Finished, finished_of
-from pipelines.generation.engines.base import Engine
+from pipelines.generation.engines.base import ENDS_THE_RUN, Engine
 from pipelines.generation.environments import environment_class, environment_of, maker_of
 from pipelines.generation.tasks import Task
-from pipelines.generation.trajectory import ENDS_THE_RUN, GymTrajectory, apply_stop_rules
+from pipelines.generation.trajectory import (
+    AgentTrajectory,
+    Client,
+    GymTrajectory,
+    apply_stop_rules,
+    find_agent,
+)
 from pipelines.generation.user_generator import OwnGenerator, TrainingPhase
 from pipelines.harness.launchers import Endpoint, find_harness
 from rollout_io.dataset.blobs import Blobs

@@ -14,8 +14,7 @@ import pyarrow.compute as pc
 
 from pipelines.generation.config import GenerateConfig, sampling_params
 from pipelines.generation.dataset import Finished, finished_of
-from pipelines.generation.engines.base import Engine
-from pipelines.generation.engines.wrapper import Watched
+from pipelines.generation.engines.base import Engine, Watched
 from pipelines.generation.environments import resolve
 from pipelines.generation.tasks import Task
 from pipelines.generation.user_code import in_time, without_exit

@@ -10,8 +10,7 @@ from pathlib import Path
 from starlette.types import ASGIApp
 
 from pipelines.generation.config import GenerateConfig
-from pipelines.generation.engines.base import Engine
-from pipelines.generation.engines.wrapper import WrappedEngine
+from pipelines.generation.engines.base import Engine, WrappedEngine
 from pipelines.harness.engine_api import EngineApp
 from pipelines.harness.launchers import Endpoint
 from pipelines.http_server import answering, listen

@@ -30,7 +30,7 @@ from starlette.types import Receive, Scope, Send
 
 from pipelines.generation.config import GenerateConfig
 from pipelines.generation.engines.base import ENGINE_DOWN, Engine
-from pipelines.generation.process_groups import Watch
+from pipelines.generation.processes import Watch
 from pipelines.generation.tasks import Task
 from pipelines.generation.trajectory import seed_of
 from pipelines.harness.endpoint import answering_at

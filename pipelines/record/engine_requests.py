@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
-from pipelines.generation.engines.request_fields import support_fields
+from pipelines.generation.engines.completions import support_fields
 from pipelines.record.dialects.anthropic import MessagesCall, MessagesShape
 from pipelines.record.dialects.base import DialectCall, PlainMessage
 from pipelines.record.dialects.gemini import GeminiCall, GeminiShape

@@ -238,16 +238,6 @@ def _message(blocks: Blocks, model: str) -> Fields:
     return {"id": f"msg_{name}", "type": "message", "role": "assistant", "model": model}
 
 
-def answer_of_chat(chat: Chat, model: str) -> Fields:
-    """Translate a chat completion to a message."""
-    blocks = Blocks()
-    for _ in blocks.take(chat):
-        pass
-    content = [_block(block) for block in blocks.all]
-    end = _stop(blocks) | {"usage": _usage(blocks.usage)}
-    return _message(blocks, model) | {"content": content} | end
-
-
 class StreamTranslator(Stream):
     """Translates the chunks of a chat completion to events."""
 
@@ -313,7 +303,12 @@ class MessagesCall(DialectCall):
 
     def answer(self, chat: Chat) -> Fields:
         """See `DialectCall.answer`."""
-        return answer_of_chat(chat, self.model)
+        blocks = Blocks()
+        for _ in blocks.take(chat):
+            pass
+        content = [_block(block) for block in blocks.all]
+        end = _stop(blocks) | {"usage": _usage(blocks.usage)}
+        return _message(blocks, self.model) | {"content": content} | end
 
     def stream(self) -> Stream:
         """See `DialectCall.stream`."""

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines.generation.engines.base import Sampling
-from pipelines.generation.engines.completion_parsing import read_sampled
+from pipelines.generation.engines.completions import read_sampled
 from pipelines.harness.endpoint import answering_at
 from pipelines.harness.engine_api import EngineApp, read_request
 from schemas.errors import RolloutError

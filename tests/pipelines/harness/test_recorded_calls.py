@@ -15,7 +15,7 @@ import pytest
 from pipelines.generation.config import GenerateConfig
 from pipelines.generation.engines.base import ENGINE_DOWN
 from pipelines.generation.generator import Generator, Pace, open_calls
-from pipelines.generation.process_groups import Watch
+from pipelines.generation.processes import Watch
 from pipelines.generation.tasks import Task
 from pipelines.generation.trajectory import seed_of
 from pipelines.harness.endpoint import answering_at
