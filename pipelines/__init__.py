@@ -6,7 +6,7 @@ import rollout_io  # noqa: F401  (checks that no local file shadows `schemas`)
 from schemas.lazy import exports
 
 if TYPE_CHECKING:
-    from pipelines.drift_diagnosis.table import drift
+    from pipelines.drift_diagnosis.diagnosis import drift
     from pipelines.filtering.filters import (
         best_of_group,
         duplicates,
@@ -24,10 +24,8 @@ if TYPE_CHECKING:
         where,
         zero_variance,
     )
-    from pipelines.filtering.near_duplicates import near_duplicates
-    from pipelines.filtering.overlap import overlapping, overlaps
-    from pipelines.filtering.row_removal import keep_rows
-    from pipelines.filtering.verdicts import Filter, apply_filters, apply_masks, judge
+    from pipelines.filtering.similarity import near_duplicates, overlapping, overlaps
+    from pipelines.filtering.verdicts import Filter, apply_filters, apply_masks, judge, keep_rows
     from pipelines.generation.gym_generator import GymGenerator
     from pipelines.generation.user_generator import (
         BatchMetadata,

@@ -1,4 +1,4 @@
-"""Place rewards on steps and tokens, and compute trajectory returns."""
+"""Place rewards on steps and tokens, also those of a reward version, and compute trajectory returns."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipelines.frames import Frame, as_lazy, set_column
 from pipelines.merging.segments import is_joined, segment_rewards
-from pipelines.tables import Frame, as_lazy, set_column
 from rollout_io.dataset.returns import Fold, earned_reward, fold_return, has_segment
+from rollout_io.dataset.versions import REWARDS, read_current
 from schemas.errors import InputError, InvariantError
 from schemas.metadata import Outcome as Outcome
 from schemas.numpy_arrays import to_numpy
 from schemas.ragged import BoolArray, IntArray, Ragged, gather, list_lengths, offsets_of
-from schemas.types import as_table, without_views
+from schemas.types import as_table, with_absent, without_views
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -350,3 +351,35 @@ def _with_rewards(
 
 def _has(frame: pl.LazyFrame, name: str) -> bool:
     return name in frame.collect_schema()
+
+
+UNSCORED = "reward {}: "
+"""How the error of a trajectory begins that has no reward in the version of that name."""
+
+
+def with_version(frame: pl.LazyFrame, dataset: str, name: str) -> pl.LazyFrame:
+    """Replace the rewards of a dataset's rows by those of a version.
+
+    A trajectory that has no reward in the version becomes a failed one, with the version's error.
+
+    Args:
+        frame: Rows of the dataset.
+        dataset: Its path.
+        name: Name of the version.
+
+    Raises:
+        InputError: `reward_version`: there is no such version, or the dataset has trajectories that
+            it does not have.
+
+    Example:
+        >>> rows = with_version(scan("runs/shop"), "runs/shop", "strict")
+    """
+    scores = read_current(dataset, name, REWARDS, frame)
+    errors = scores.filter(pl.col("reward").is_null()).select(
+        "trajectory_id", unscored=pl.lit(UNSCORED.format(name)) + pl.col("error")
+    )
+    rows = with_absent(frame, ["error"]).join(
+        errors.lazy(), on="trajectory_id", how="left", maintain_order="left"
+    )
+    rows = rows.with_columns(error=pl.coalesce("error", "unscored")).drop("unscored")
+    return place_outcomes(rows, scores.select("trajectory_id", "reward"))

@@ -75,8 +75,8 @@ def diff(
     import polars as pl
 
     from pipelines.rescoring.finders import FINDERS
+    from pipelines.statistics.attempts import with_findings
     from pipelines.statistics.differences import DIRECTIONS, PASSED, differences
-    from pipelines.statistics.findings import with_findings
     from pipelines.statistics.parting import greedy_partings
 
     _refuse_runs(a, b)
@@ -132,7 +132,7 @@ def _attempts(
     """Return the rows of a dataset, and one line per trajectory."""
     import polars as pl
 
-    from pipelines.rescoring.versions import UNSCORED, with_version
+    from pipelines.rewards import UNSCORED, with_version
     from pipelines.statistics.attempts import attempts
     from pipelines.statistics.parting import broken_prefixes
     from rollout_io.cli.datasets import open_valid

@@ -124,15 +124,14 @@ class _Source:
 
     @classmethod
     def decide(cls, path: str, values: Options) -> _Source:
-        from pipelines.filtering.row_removal import keep_rows
-        from pipelines.filtering.verdicts import apply_filters, apply_masks
+        from pipelines.filtering.verdicts import apply_filters, apply_masks, keep_rows
         from rollout_io.cli.datasets import open_valid
         from rollout_io.dataset.returns import dataset_outcome
 
         frame, outcome = open_valid(path), dataset_outcome(path, values["outcome"])
         num_unscored = 0
         if values["reward"] is not None:
-            from pipelines.rescoring.versions import with_version
+            from pipelines.rewards import with_version
             from rollout_io.dataset.versions import read_version
 
             frame = with_version(frame, path, values["reward"])
@@ -189,7 +188,7 @@ class _Source:
 
 
 def _overlaps(dataset: str, frame: pl.LazyFrame, evaluation: str) -> pl.DataFrame:
-    from pipelines.filtering.overlap import overlaps
+    from pipelines.filtering.similarity import overlaps
     from rollout_io.dataset.opening import open_input
     from rollout_io.dataset.reader import read_metadata
     from rollout_io.retokenize.local import remembered_tokenizer

@@ -59,14 +59,14 @@ def _range(noun: str, kind: Any, text: str) -> FilterOptions:
 
 
 def _duplicates(filters: ModuleType, within: Any, similarity: float | None) -> list[Filter]:
-    from pipelines.filtering.near_duplicates import near_duplicates
+    from pipelines.filtering.similarity import near_duplicates
 
     exact = filters.duplicates(within)
     return [exact] if similarity is None else [exact, near_duplicates(similarity, within)]
 
 
 def _overlap(_: ModuleType, chosen: tuple[pl.DataFrame, str]) -> list[Filter]:
-    from pipelines.filtering.overlap import overlapping
+    from pipelines.filtering.similarity import overlapping
 
     return [overlapping(*chosen)]
 

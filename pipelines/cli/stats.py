@@ -102,7 +102,7 @@ def stats(
         return
     from pipelines.cli.diff import suspected
     from pipelines.cli.stats_screen import screen
-    from pipelines.statistics.findings import finding_numbers
+    from pipelines.statistics.attempts import finding_numbers
     from rollout_io.conversion.logged_notes import conversion_notes
     from rollout_io.dataset.first_prompts import mixed_text
 
@@ -193,7 +193,7 @@ def dataset_numbers(
     dataset: str, outcome: Outcome | None, shape: ModelShape | None, workers: Workers | None = None
 ) -> dict[str, Any]:
     """Collect a dataset's statistics: `metrics` by unit and name, and `savings` by layout."""
-    from pipelines.statistics.findings import finding_numbers
+    from pipelines.statistics.attempts import finding_numbers
     from pipelines.statistics.grouped import tools
     from pipelines.statistics.metrics import read_metrics
     from pipelines.statistics.savings import dataset_savings

@@ -13,13 +13,13 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from pipelines.statistics.distributions import (
+from pipelines.statistics.summary import (
     Distribution,
     Rewards,
+    Summary,
     length_distributions,
     reward_distribution,
 )
-from pipelines.statistics.summary import Summary
 from rollout_io.cli.output import wants_color
 from rollout_io.terminal import console, printable, readable
 from schemas.errors import count

@@ -15,8 +15,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines.merging.sequences import Sequences
-from pipelines.tables import ROUTING
+from pipelines.frames import ROUTING
+from pipelines.merging.lineage import Sequences
 from schemas.columns import NUM_ROUTED
 from schemas.numpy_arrays import filled, to_arrow, to_numpy
 from schemas.ragged import BoolArray, IntArray, Ragged, list_lengths, offsets_of, routing_array

@@ -9,9 +9,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines.merging.lineage import SAME_IN_A_SEQUENCE
-from pipelines.merging.sequences import Sequences
-from pipelines.tables import PER_TOKEN, set_column, set_columns
+from pipelines.frames import PER_TOKEN, set_column, set_columns
+from pipelines.merging.lineage import SAME_IN_A_SEQUENCE, Sequences
 from schemas.columns import JOINED, NUM_ROUTED, SEGMENT_FIELDS
 from schemas.numpy_arrays import filled, to_arrow, to_numpy
 from schemas.ragged import BoolArray, IntArray, Ragged, list_lengths, offsets_of

@@ -17,8 +17,7 @@ import polars as pl
 
 from pipelines.generation.environments import environment_class, resolve
 from pipelines.rescoring.attempts import Attempt, attempts
-from pipelines.rescoring.scorers import RULE, Score, Scorer, scores
-from pipelines.rescoring.sources import source_digests
+from pipelines.rescoring.scorers import RULE, Score, Scorer, scores, source_digests
 from rollout_io.dataset.locking import lock
 from rollout_io.dataset.opening import read_input
 from rollout_io.dataset.reader import read_metadata, scan

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import polars as pl
 
-from pipelines.tables import as_lazy
+from pipelines.frames import as_lazy
 from rollout_io.dataset.prefix_layout import (
     Tokens,
     common_prefix,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 import polars as pl
 import pyarrow as pa
 
-from pipelines.tables import set_column
+from pipelines.frames import set_column
 from pipelines.view.findings import COLUMN, Findings
 from pipelines.view.row_tables import (
     FAULT_NATS,

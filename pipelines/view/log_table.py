@@ -12,7 +12,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines.tables import as_lazy
+from pipelines.frames import as_lazy
 from pipelines.turns import lanes_of
 from rollout_io.dataset.message_facts import CALLED, count_calls, tool_calls
 from schemas.messages import RETOKENIZED

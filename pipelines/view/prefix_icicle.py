@@ -12,7 +12,7 @@ import numpy.typing as npt
 import polars as pl
 import pyarrow as pa
 
-from pipelines.drift_diagnosis.table import diagnose
+from pipelines.drift_diagnosis.diagnosis import diagnose
 from pipelines.merging.segments import is_joined
 from pipelines.statistics.parting import sampled_mask
 from pipelines.view.dataset import Dataset

@@ -20,8 +20,8 @@ import polars as pl
 import pyarrow as pa
 
 from pipelines.filtering.verdicts import collect
+from pipelines.frames import Frame, as_lazy
 from pipelines.rewards import Outcome, fold_trajectories
-from pipelines.tables import Frame, as_lazy
 from pipelines.view.short_rows import LENGTHS, cut_texts, kept_columns, short_rows
 from pipelines.view.task_texts import add_starts
 from rollout_io.dataset.checking import checked_tables

@@ -22,8 +22,7 @@ from pipelines.filtering.filters import (
     where,
     zero_variance,
 )
-from pipelines.filtering.row_removal import keep_rows
-from pipelines.filtering.verdicts import apply_filters, judge, keep, report
+from pipelines.filtering.verdicts import apply_filters, judge, keep, keep_rows, report
 from schemas import validate
 from schemas.errors import RolloutError
 from schemas.strategies import rollout_tables

@@ -7,7 +7,7 @@ import pytest
 import rollout_io
 from pipelines.drift_diagnosis import diagnose
 from pipelines.filtering.filters import duplicates
-from pipelines.filtering.near_duplicates import near_duplicates
+from pipelines.filtering.similarity import near_duplicates
 from pipelines.filtering.verdicts import judge
 from pipelines.merging.merge import merge, unmerge
 from pipelines.statistics.parting import broken_prefixes
