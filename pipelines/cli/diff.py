@@ -75,9 +75,8 @@ def diff(
     import polars as pl
 
     from pipelines.rescoring.finders import FINDERS
-    from pipelines.statistics.attempts import with_findings
+    from pipelines.statistics.attempts import greedy_partings, with_findings
     from pipelines.statistics.differences import DIRECTIONS, PASSED, differences
-    from pipelines.statistics.parting import greedy_partings
 
     _refuse_runs(a, b)
     (first, lines_a), (second, lines_b) = (
@@ -133,8 +132,7 @@ def _attempts(
     import polars as pl
 
     from pipelines.rewards import UNSCORED, with_version
-    from pipelines.statistics.attempts import attempts
-    from pipelines.statistics.parting import broken_prefixes
+    from pipelines.statistics.attempts import attempts, broken_prefixes
     from rollout_io.cli.datasets import open_valid
     from rollout_io.dataset.returns import dataset_outcome
 

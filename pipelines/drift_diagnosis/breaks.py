@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from pipelines.drift_diagnosis.texts import Change, Reading
-from pipelines.merging.prefix_tree import Ancestry, PrefixTree
+from pipelines.merging.lineage import Ancestry, PrefixTree
 from rollout_io.dataset.prefix_layout import Ids, common_prefix, is_encoded
 from schemas.pictures import identity_ids
 from schemas.ragged import IntArray, Ragged

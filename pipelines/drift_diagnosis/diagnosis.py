@@ -35,9 +35,8 @@ from pipelines.drift_diagnosis.texts import (
     special_ids,
 )
 from pipelines.frames import Frame, as_lazy, over_tables
-from pipelines.merging.lineage import continued_rows
+from pipelines.merging.lineage import PrefixTree, continued_rows, prefix_tree
 from pipelines.merging.merge import unmerge_table
-from pipelines.merging.prefix_tree import PrefixTree, prefix_tree
 from pipelines.merging.segments import is_joined
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.prefix_layout import Ids, decode_prefixes, is_encoded

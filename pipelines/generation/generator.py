@@ -32,10 +32,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Protocol
 
 from pipelines.generation.config import GenerateConfig
-from pipelines.generation.dataset import Finished, finished_of
 from pipelines.generation.engines.base import ENDS_THE_RUN, Engine
 from pipelines.generation.environments import environment_class, environment_of, maker_of
-from pipelines.generation.tasks import Task
+from pipelines.generation.tasks import Finished, Task, finished_of
 from pipelines.generation.trajectory import (
     AgentTrajectory,
     Client,

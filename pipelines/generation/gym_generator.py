@@ -10,11 +10,10 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from pipelines.generation.config import GenerateConfig, with_sampling_params
-from pipelines.generation.dataset import rows_of
 from pipelines.generation.engines.base import Engine
 from pipelines.generation.environments import ENVIRONMENT, environment_metrics, environment_of
 from pipelines.generation.generator import Generator
-from pipelines.generation.tasks import Task, conversation
+from pipelines.generation.tasks import Task, conversation, rows_of
 from pipelines.generation.user_generator import GeneratorInput
 from pipelines.merging.merge import merge_table
 from pipelines.rewards import place_rewards_table

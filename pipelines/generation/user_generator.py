@@ -13,10 +13,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipelines.generation.config import GenerateConfig, sampling_params
-from pipelines.generation.dataset import Finished, finished_of
 from pipelines.generation.engines.base import Engine, Watched
 from pipelines.generation.environments import resolve
-from pipelines.generation.tasks import Task
+from pipelines.generation.tasks import Finished, Task, finished_of
 from pipelines.generation.user_code import in_time, without_exit
 from rollout_io.formats.parsing.sampling import sampling_extra
 from rollout_io.formats.skyrl_fields import ROLLOUT_METRICS, GeneratorOutput, TrajectoryID, to_json

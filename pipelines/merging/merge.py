@@ -24,10 +24,17 @@ from pipelines.frames import (
     rearranged,
     set_column,
 )
-from pipelines.merging.lineage import Rule, Sequences, continued_rows
-from pipelines.merging.prefix_tree import PrefixTree, prefix_tree
-from pipelines.merging.routing import join_routing, routed_alike, split_routing
-from pipelines.merging.segments import Steps, is_joined, nest, step_columns, steps_of
+from pipelines.merging.lineage import PrefixTree, Rule, Sequences, continued_rows, prefix_tree
+from pipelines.merging.segments import (
+    Steps,
+    is_joined,
+    join_routing,
+    nest,
+    routed_alike,
+    split_routing,
+    step_columns,
+    steps_of,
+)
 from rollout_io.dataset.prefix_layout import decode_prefixes, is_encoded, trajectory_starts
 from schemas.columns import JOINED
 from schemas.errors import InvariantError

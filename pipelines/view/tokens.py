@@ -18,7 +18,7 @@ from starlette.responses import Response
 from pipelines.drift_diagnosis.diagnosis import diagnose
 from pipelines.merging.segments import is_joined
 from pipelines.rewards import place_rewards_table
-from pipelines.statistics.parting import sampled_mask
+from pipelines.statistics.attempts import sampled_mask
 from pipelines.view.dataset import Dataset
 from pipelines.view.responses import arrow_response
 from pipelines.view.run_files import FLAGS, NUMBERS

@@ -8,7 +8,7 @@ from typing import Any
 import polars as pl
 import pyarrow as pa
 
-from pipelines.statistics.parting import Sampled, parting, sampled_ranges
+from pipelines.statistics.attempts import Sampled, parting, sampled_ranges
 from pipelines.turns import TURN_COLUMNS, lanes_of
 from pipelines.view.dataset import Dataset
 from pipelines.view.index_columns import first_steps

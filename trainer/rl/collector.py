@@ -14,9 +14,8 @@ import pyarrow as pa
 
 from pipelines.frames import set_column
 from pipelines.generation.config import identity
-from pipelines.generation.dataset import Finished
 from pipelines.generation.generator import Generator, UnderWay
-from pipelines.generation.tasks import Task, attempts
+from pipelines.generation.tasks import Finished, Task, attempts
 from rollout_io.terminal import SECONDS_A_LINE
 from schemas.columns import TASK
 from schemas.errors import InputError

@@ -10,7 +10,7 @@ from pipelines.filtering.filters import duplicates
 from pipelines.filtering.similarity import near_duplicates
 from pipelines.filtering.verdicts import judge
 from pipelines.merging.merge import merge, unmerge
-from pipelines.statistics.parting import broken_prefixes
+from pipelines.statistics.attempts import broken_prefixes
 from pipelines.statistics.savings import dataset_savings
 from rollout_io.cli.trajectory_text import view_trajectory
 from rollout_io.dataset.first_prompts import mixed_groups

@@ -15,7 +15,7 @@ from benchmarks.diff_errors import SHAPES, measured
 from pipelines import merge
 from pipelines.cli.diff import suspected
 from pipelines.statistics import differences as comparison
-from pipelines.statistics.attempts import attempts
+from pipelines.statistics.attempts import attempts, broken_prefixes, greedy_partings
 from pipelines.statistics.differences import (
     DIRECTIONS,
     differences,
@@ -25,7 +25,6 @@ from pipelines.statistics.differences import (
     permutation_test,
     suspicions,
 )
-from pipelines.statistics.parting import broken_prefixes, greedy_partings
 from rollout_io import RolloutWriter, scan
 from rollout_io.cli.main import run
 from tests.helpers.filter_helpers import one_step, table
