@@ -307,7 +307,7 @@ HEAD_TIMEOUT_S = 60.0
 _REASONS = {408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
 
 
-class BoundedProtocol(HttpToolsProtocol):
+class _BoundedProtocol(HttpToolsProtocol):
     """One connection with bounded request headers."""
 
     _num_kept_bytes = 0
@@ -315,12 +315,10 @@ class BoundedProtocol(HttpToolsProtocol):
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Start the timer when a client connects."""
         super().connection_made(transport)  # type: ignore[arg-type]
         self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timer when the client disconnects."""
         self._stop_waiting()
         super().connection_lost(exc)
 
@@ -334,7 +332,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(InputError("head_size", "request", finding))
 
     def on_message_begin(self) -> None:
-        """Start the timer with the first byte of a request."""
         super().on_message_begin()
         if self._timer is None:
             self._wait()
@@ -350,12 +347,10 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Reset the size check when a part of the body arrives."""
         self._has_moved = True
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Reset the size check at the end of the request."""
         self._has_moved = True
         super().on_message_complete()
 
@@ -402,7 +397,7 @@ async def answering(
     """
     config = uvicorn.Config(
         app,
-        http=BoundedProtocol,
+        http=_BoundedProtocol,
         ws="none",
         lifespan="off",
         log_level="critical",

@@ -94,11 +94,11 @@ def stats(
     shape = _model_shape(model, params)
     chosen = workers_of(workers, engine, dataset)
     if as_json or shows_all:
-        numbers = dataset_numbers(dataset, outcome, shape, chosen)
+        numbers = _dataset_numbers(dataset, outcome, shape, chosen)
         if as_json:
             emit_json(numbers)
         else:
-            emit(all_numbers(numbers))
+            emit(_all_numbers(numbers))
         return
     from pipelines.cli.diff import suspected
     from pipelines.cli.stats_screen import screen
@@ -189,7 +189,7 @@ def _findings(numbers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"findings {line['name']}: {line['problem'] or counted}"
 
 
-def dataset_numbers(
+def _dataset_numbers(
     dataset: str, outcome: Outcome | None, shape: ModelShape | None, workers: Workers | None = None
 ) -> dict[str, Any]:
     """Collect a dataset's statistics: `metrics` by unit and name, and `savings` by layout."""
@@ -235,7 +235,7 @@ def _savings(costs: Mapping[str, Cost], shape: ModelShape | None) -> dict[str, d
     return table
 
 
-def all_numbers(numbers: Mapping[str, Any]) -> str:
+def _all_numbers(numbers: Mapping[str, Any]) -> str:
     """Format every number and metric by name, in sections."""
     sections = ("\n  ".join([title, *lines]) for title, lines in _sections(numbers))
     return "\n\n".join(sections) + "\n"

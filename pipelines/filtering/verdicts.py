@@ -96,7 +96,7 @@ def judge(frame: Frame, filters: Filters, outcome: Outcome = "last") -> pl.DataF
     features, matches = {}, {}
     for number, rule in enumerate(filters):
         if rule.row is not None:
-            check_expression(frame, rule.row, rule.name)
+            _check_expression(frame, rule.row, rule.name)
             features[f"value_{number}"] = (rule.row, rule.fold)
         if rule.condition is not None:
             matches[number] = evaluate(frame, rule.condition, outcome)
@@ -201,13 +201,8 @@ def refuse_nothing(verdicts: pl.DataFrame, counts: pl.DataFrame, where: str) -> 
     raise InputError("nothing_left", where, finding, hint=hint)
 
 
-def check_expression(frame: pl.LazyFrame, expression: pl.Expr, name: str) -> None:
-    """Raise if an expression cannot be computed from the frame's columns, before reading any row.
-
-    Raises:
-        ConfigError: `known_column`: the expression uses an unknown column; `condition`: Polars
-            cannot evaluate it.
-    """
+def _check_expression(frame: pl.LazyFrame, expression: pl.Expr, name: str) -> None:
+    """Raise if an expression cannot be computed from the frame's columns, before reading any row."""
     schema = frame.collect_schema()
     known = [column for column in schema if column != STEPS]
     used = [column for column in expression.meta.root_names() if column != STEPS]
@@ -351,7 +346,7 @@ def index_rows(frame: pl.LazyFrame, condition: str | pl.Expr) -> pl.DataFrame:
     """
     test, kept = holds(condition), pl.col("kept")
     frame = with_absent(frame, test.meta.root_names())
-    check_expression(frame, test, str(condition))
+    _check_expression(frame, test, str(condition))
     rows = collect(frame.select("instance_id", *_ROW, kept=test), str(condition))
     _refuse_repeated(rows)
     count = kept.cast(pl.Int32).cum_sum()

@@ -357,7 +357,7 @@ async def environment_metrics(
     Returns:
         The metrics (empty if no environment has `aggregate_metrics`), and warnings.
     """
-    found = {name: aggregate_of(name) for name in dict.fromkeys(names.values())}
+    found = {name: _aggregate_of(name) for name in dict.fromkeys(names.values())}
     if not any(found.values()) or "metrics" not in rows.column_names:
         return {}, []
     warnings: list[str] = []
@@ -378,12 +378,8 @@ async def environment_metrics(
     return means, warnings
 
 
-def aggregate_of(name: str) -> Aggregate | None:
-    """Return the static `aggregate_metrics` of an environment; None if it has none.
-
-    Raises:
-        RolloutError: As for `environment_class`.
-    """
+def _aggregate_of(name: str) -> Aggregate | None:
+    """Return the static `aggregate_metrics` of an environment; None if it has none."""
     if ":" in name:
         return getattr(resolve(name, "environment"), "aggregate_metrics", None)
     environment_class(name)

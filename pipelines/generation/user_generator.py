@@ -169,7 +169,7 @@ class OwnGenerator:
         except Exception as error:  # user-defined classes may raise anything
             finding = f"invalid GeneratorOutput: {type(error).__name__}: {error}"
             raise InputError("generator_output", where, finding) from error
-        rows = with_sampling(table, self._config, version)
+        rows = _with_sampling(table, self._config, version)
         rows, others = _with_metrics(rows, output)
         if others:
             named = ", ".join(others)
@@ -186,11 +186,8 @@ class OwnGenerator:
         ]
 
 
-def with_sampling(table: pa.Table, config: GenerateConfig, policy_version: int) -> pa.Table:
-    """Add the sampling settings and the policy version to rows that did not fail.
-
-    Columns that the generator returned are kept.
-    """
+def _with_sampling(table: pa.Table, config: GenerateConfig, policy_version: int) -> pa.Table:
+    """Add sampling settings and the policy version to rows that did not fail, where they are missing."""
     error = "error" in table.column_names
     is_alive = pc.is_null(table.column("error")) if error else pa.array([True] * table.num_rows)
     values = {

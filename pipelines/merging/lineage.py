@@ -4,7 +4,7 @@ The prefix tree has the earlier step with which each prompt shares its longest p
 
 A step may continue an earlier step of its trajectory if its prompt starts with that step's prompt +
 response, token for token and picture for picture, and both agree in the columns that must not vary
-within a row (see `join_keys`). At most one step continues a given step: the earliest candidate.
+within a row (see `_join_keys`). At most one step continues a given step: the earliest candidate.
 
     consecutive   a step may continue only the step right before it, as in SkyRL's
                   merge_stepwise_output
@@ -67,7 +67,7 @@ def continued_rows(
         [-1, -1, -1]
     """
     tree = tree or prefix_tree(table)
-    keys = join_keys(table, tree)
+    keys = _join_keys(table, tree)
     # The longest shared prefixes decide most trajectories, in one pass and without reading tokens;
     # only the undecided trajectories are processed in Python.
     length = tree.prompt + tree.response
@@ -92,7 +92,7 @@ def continued_rows(
     return parent
 
 
-def join_keys(table: pa.Table, tree: PrefixTree) -> IntArray:
+def _join_keys(table: pa.Table, tree: PrefixTree) -> IntArray:
     """[N] Compute keys: only rows with equal keys may share a sequence; rows with -1 never do.
 
     A merged row has a single value in each column of `SAME_IN_A_SEQUENCE`, and a column of

@@ -44,13 +44,13 @@ _OWN_NAMES = frozenset({JOINED, NUM_ROUTED, *(field.name for field in SEGMENT_FI
 Routes = npt.NDArray[np.int16]
 
 
-def segment_name(column: str) -> str:
+def _segment_name(column: str) -> str:
     """Return the name of the `segments` field for a column; prefixed if the name is taken."""
     taken = column in _OWN_NAMES or column.startswith("column.")
     return f"column.{column}" if taken else column
 
 
-def per_step_names(table: pa.Table) -> list[str]:
+def _per_step_names(table: pa.Table) -> list[str]:
     """List the columns whose per-step values `segments` stores."""
     return [name for name in table.column_names if name not in FOLDED]
 
@@ -104,8 +104,8 @@ def _made_segments(
         JOINED: to_arrow(np.ones(len(rows), np.bool_)),
     }
     columns |= {name: column.take(index) for name, column in extra.items()}
-    names = per_step_names(steps)
-    columns |= {segment_name(name): _flat(steps.column(name).take(index)) for name in names}
+    names = _per_step_names(steps)
+    columns |= {_segment_name(name): _flat(steps.column(name).take(index)) for name in names}
     return pa.StructArray.from_arrays(list(columns.values()), names=list(columns))
 
 
@@ -223,7 +223,7 @@ def step_columns(table: pa.Table, steps: Steps) -> pa.Table:
     unsplit = to_arrow(steps.row, mask=split)
     fields = dict(zip((field.name for field in flat.type), flat.flatten(), strict=True))
     restored = {"step_index": "step_index"}
-    restored |= {name: segment_name(name) for name in per_step_names(table)}
+    restored |= {name: _segment_name(name) for name in _per_step_names(table)}
     chosen = {
         name: _chosen(table.column(name), fields[field], steps)
         for name, field in restored.items()

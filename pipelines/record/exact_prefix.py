@@ -76,13 +76,8 @@ class Conversation(NamedTuple):
     is_plain: bool
 
 
-class Continued(NamedTuple):
-    """A text completion request that continues a conversation.
-
-    Attributes:
-        body: The request.
-        is_parsed: True if the engine's parsers have to read the sampled ids.
-    """
+class _Continued(NamedTuple):
+    """A text completion that continues a conversation; if `is_parsed`, parsers read the sampled ids."""
 
     body: bytes
     is_parsed: bool
@@ -127,7 +122,7 @@ class ExactPrefix:
         room: int | None,
         *,
         parses: bool,
-    ) -> Continued | Unsure:
+    ) -> _Continued | Unsure:
         """Build the text completion request that continues a conversation.
 
         Args:
@@ -150,7 +145,7 @@ class ExactPrefix:
             longest = _longest(conversations, _alike(messages))
             if longest is None:
                 return Unsure("another history")
-            is_parsed = not longest.is_plain or needs_parser(request)
+            is_parsed = not longest.is_plain or not _is_absent(request.fields, "tools")
             if is_parsed and (not parses or not _is_absent(request.fields, "stop")):
                 return Unsure("field stop" if parses else "reasoning")
             ids = self._continued(longest, messages[len(longest.messages) :])
@@ -164,7 +159,7 @@ class ExactPrefix:
         exact["logprobs"] = value_of(request.sent, "top_logprobs") or 0  # ours: see `_chat_only`
         if is_parsed:
             carried = {k: v for k, v in carried.items() if k not in {"stream", "stream_options"}}
-        return Continued(msgspec.json.encode(carried | exact), is_parsed)
+        return _Continued(msgspec.json.encode(carried | exact), is_parsed)
 
     def _continued(self, so_far: Conversation, new: Sequence[dict[str, Any]]) -> list[int]:
         if not new or any(message["role"] == "assistant" for message in new):
@@ -214,11 +209,6 @@ class ExactPrefix:
     def forget(self, session: Session) -> None:
         """Forget the conversations of a session that has ended."""
         self._known.pop(session.name, None)
-
-
-def needs_parser(request: Asked) -> bool:
-    """True if the response may hold more than text."""
-    return not _is_absent(request.fields, "tools")
 
 
 def _chat_only(fields: Fields, *, parses: bool) -> str | None:

@@ -79,7 +79,7 @@ def received(api: ModelApi, body: bytes, request: Request) -> Received:
     if api.dialect is None:
         return Received(path, headers, body, None)
     dialect = api.dialect(body, path, request.query_params)
-    return Received(CHAT_PATH, engine_headers(headers), msgspec.json.encode(dialect.chat), dialect)
+    return Received(CHAT_PATH, _engine_headers(headers), msgspec.json.encode(dialect.chat), dialect)
 
 
 @cache
@@ -88,14 +88,14 @@ def _patterns(apis: tuple[ModelApi, ...]) -> list[tuple[re.Pattern[str], type[Di
     return [(re.compile(p.removeprefix("^")), d) for p, d in routes if d is not None]
 
 
-def dialect_at(path: str) -> type[DialectCall] | None:
+def _dialect_at(path: str) -> type[DialectCall] | None:
     """Return the dialect of a path, with or without a session; None for OpenAI's API."""
     return next((d for pattern, d in _patterns(MODEL_APIS) if pattern.search(path)), None)
 
 
 def refusal(error: RolloutError, path: str) -> Response:
     """Build the response to an error in the dialect of a path."""
-    dialect = dialect_at(path)
+    dialect = _dialect_at(path)
     if dialect is None:
         return error_response(error)
     status = status_of(error)
@@ -116,7 +116,7 @@ def with_type(response: Answered, media_type: str) -> list[tuple[bytes, bytes]]:
     return [*others, (b"content-type", media_type.encode())]
 
 
-def engine_headers(headers: Mapping[str, str]) -> dict[str, str]:
+def _engine_headers(headers: Mapping[str, str]) -> dict[str, str]:
     """Return the headers for the engine: the client's key as a bearer token."""
     passed = {
         name: value
@@ -127,12 +127,7 @@ def engine_headers(headers: Mapping[str, str]) -> dict[str, str]:
     return passed | ({"authorization": f"Bearer {key}"} if key else {})
 
 
-def decoded_chat(content: bytes) -> Chat:
-    """Decode a chat completion, or a chunk of one.
-
-    Raises:
-        EngineError: `engine_answer`: it is none.
-    """
+def _decoded_chat(content: bytes) -> Chat:
     try:
         return _CHAT.decode(content)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
@@ -196,7 +191,7 @@ class Speaker:
             content = msgspec.json.encode(chat)
         if self._dialect is None:
             return content
-        return msgspec.json.encode(self._dialect.answer(decoded_chat(content)))
+        return msgspec.json.encode(self._dialect.answer(_decoded_chat(content)))
 
     def chunk(self, answer: Answer) -> bytes | None:
         """Return the chunk of OpenAI's API that the client asked for; None to hide it."""
@@ -220,7 +215,7 @@ class Speaker:
             data = data_of(event)[0]
             if not data or data == DONE or self._has_failed:
                 continue
-            chat = decoded_chat(data)
+            chat = _decoded_chat(data)
             if chat.error is not None:
                 self._has_failed = True
                 translated += self._dialect.error_event(500, engine_message(500, data))

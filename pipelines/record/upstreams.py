@@ -143,7 +143,7 @@ class Upstreams(HttpClient):
         """
         response = await self._open(method, path, body, self._headers(headers), session)
         try:
-            check_head(response.status, response.headers)
+            _check_head(response.status, response.headers)
             yield response
         finally:
             response.close()
@@ -305,13 +305,8 @@ def too_large(what: str, most_bytes: int) -> EngineError:
     return EngineError(ANSWER_SIZE, "engine", finding, hint=_HINT, message=message)
 
 
-def check_head(status: int, headers: Mapping[str, str]) -> None:
-    """Reject redirects, compressed responses and statuses that end no HTTP exchange.
-
-    Raises:
-        EngineError: `answer_status`: the status is not from 200 to 599; `engine_redirect`: the
-            response is a redirect; `answer_encoding`: the response is compressed.
-    """
+def _check_head(status: int, headers: Mapping[str, str]) -> None:
+    """Reject redirects, compressed responses and statuses that end no HTTP exchange."""
     if not 200 <= status < 600:
         finding = f"sent the HTTP status {status:03}"
         hint = "check that --upstream is the engine's URL"

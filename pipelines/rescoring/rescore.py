@@ -136,11 +136,11 @@ def rescore(
         num_resumed=num_resumed,
         num_retried=num_retried,
         errors=dict(reasons.rows()),
-        findings=labels_of(table) if has_findings else None,
+        findings=_labels_of(table) if has_findings else None,
     )
 
 
-def labels_of(version: pl.DataFrame) -> dict[str, int]:
+def _labels_of(version: pl.DataFrame) -> dict[str, int]:
     """Count the findings of each label, the most frequent first."""
     findings = version["findings"].drop_nulls().explode(empty_as_null=False)
     counts = findings.struct.field("label").value_counts(sort=True)

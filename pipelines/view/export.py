@@ -373,7 +373,7 @@ def _stored(content: bytes) -> str:
     return base64.b64encode(compressor.compress(content) + compressor.flush()).decode()
 
 
-def with_vocabulary(table: pa.Table) -> pa.Table:
+def _with_vocabulary(table: pa.Table) -> pa.Table:
     """Dictionary-encode the ids and bytes of tokens; frequent tokens have low indices."""
     ids = to_numpy(table.column("id").combine_chunks())
     used, first, index, counts = np.unique(
@@ -394,7 +394,7 @@ def with_vocabulary(table: pa.Table) -> pa.Table:
 def _stream(table: pa.Table) -> bytes:
     """Return an Arrow stream of one batch."""
     if {"id", "bytes"} <= set(table.column_names):
-        table = with_vocabulary(table)
+        table = _with_vocabulary(table)
     columns = [_without_hidden(column.combine_chunks()) for column in table.columns]
     plain = pa.Table.from_arrays(columns, names=table.column_names)
     sink = pa.BufferOutputStream()

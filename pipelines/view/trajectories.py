@@ -91,7 +91,7 @@ def group(
     """Return the attempts at a task, each compared with the first."""
     numbers = dataset.index.group(instance_id).tolist()
     lines = dataset.index.trajectories[numbers].to_dicts()
-    advantages = mean_advantages(dataset, run, update)
+    advantages = _mean_advantages(dataset, run, update)
     parts_at_of = parted(dataset, numbers[0])
     attempts = []
     for number, line in zip(numbers, lines, strict=True):
@@ -153,14 +153,14 @@ def parted(a: Dataset, number: int) -> Callable[[Dataset, int], dict[str, Any] |
     """Return a function that finds where a trajectory differs from a trajectory of `a`.
 
     Datasets are compared by sampled tokens (`parting`); logs, whose text may have no tokens, by the
-    text of the answers (`text_parting`).
+    text of the answers (`_text_parting`).
     """
     if a.is_log:
         said = answers_of(a, number)
-        return lambda b, other: text_parting(said, answers_of(b, other))
+        return lambda b, other: _text_parting(said, answers_of(b, other))
     first = sampled_tokens(a, number)
     return lambda b, other: (
-        text_parting(answers_of(a, number), answers_of(b, other))
+        _text_parting(answers_of(a, number), answers_of(b, other))
         if b.is_log
         else parting(first, sampled_tokens(b, other))
     )
@@ -180,7 +180,7 @@ def answers_of(dataset: Dataset, number: int) -> list[tuple[int, str]]:
     ]
 
 
-def text_parting(
+def _text_parting(
     first: Sequence[tuple[int, str]], other: Sequence[tuple[int, str]]
 ) -> dict[str, Any] | None:
     """Find the first character at which the answers of `other` differ from those of `first`.
@@ -191,7 +191,7 @@ def text_parting(
         `first`.
 
     Example:
-        >>> text_parting([(0, "abc")], [(0, "abd")])["said"]
+        >>> _text_parting([(0, "abc")], [(0, "abd")])["said"]
         [['ab', 'c'], ['ab', 'd']]
     """
     for answer, (row, text) in enumerate(other):
@@ -241,7 +241,7 @@ def tasks(trajectories: pl.DataFrame, limit: int) -> dict[str, Any]:
     return {"tasks": found.head(min(limit, MAX_TASKS)).to_dicts(), "total": len(found)}
 
 
-def mean_advantages(dataset: Dataset, run: Run | None, update: int | None) -> dict[str, float]:
+def _mean_advantages(dataset: Dataset, run: Run | None, update: int | None) -> dict[str, float]:
     """Return the mean advantage of each trajectory in an update; empty without an update."""
     if run is None or update is None:
         return {}
