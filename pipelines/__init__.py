@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     )
     from pipelines.filtering.similarity import near_duplicates, overlapping, overlaps
     from pipelines.filtering.verdicts import Filter, apply_filters, apply_masks, judge, keep_rows
-    from pipelines.generation.gym_generator import GymGenerator
-    from pipelines.generation.user_generator import (
+    from pipelines.generation.skyrl import (
         BatchMetadata,
         GeneratorInput,
         GeneratorInterface,
+        GymGenerator,
     )
     from pipelines.merging.merge import merge, merge_table, part_by_routes, unmerge, unmerge_table
     from pipelines.mixing import mix

@@ -42,7 +42,6 @@ from pipelines.generation.trajectory import (
     apply_stop_rules,
     find_agent,
 )
-from pipelines.generation.user_generator import OwnGenerator, TrainingPhase
 from pipelines.harness.launchers import Endpoint, find_harness
 from rollout_io.dataset.blobs import Blobs
 from rollout_io.formats.base import Step
@@ -52,6 +51,7 @@ from schemas.extras import requires_extra
 from schemas.metadata import DatasetMetadata
 
 if TYPE_CHECKING:
+    from pipelines.generation.skyrl import OwnGenerator, TrainingPhase
     from pipelines.harness.recorded_calls import Calls
 
 Unit = Sequence[Task]
@@ -108,8 +108,11 @@ class Generator:
         endpoint = calls if isinstance(calls, Endpoint) else None
         self._calls = None if isinstance(calls, Endpoint) else calls
         self._harness = None if config.harness is None else find_harness(config.harness)
-        is_own = config.generator is not None
-        self._own = OwnGenerator(engine, tokenizer, config, phase, endpoint) if is_own else None
+        self._own: OwnGenerator | None = None
+        if config.generator is not None:
+            from pipelines.generation.skyrl import OwnGenerator  # it imports this module
+
+            self._own = OwnGenerator(engine, tokenizer, config, phase, endpoint)
         self._agent = None if config.agent is None else find_agent(config.agent)
         self._maker, self._pace = maker_of(config), Pace(config.trajectories_per_s)
 

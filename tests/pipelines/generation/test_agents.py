@@ -9,8 +9,8 @@ import pytest
 import rollout_io
 from pipelines.generation.config import with_sampling_params
 from pipelines.generation.environments import maker_of
-from pipelines.generation.gym_generator import GymGenerator, tasks_of
 from pipelines.generation.run import generate as generate_dataset
+from pipelines.generation.skyrl import GymGenerator, tasks_of
 from pipelines.generation.tasks import Task, read_tasks
 from pipelines.generation.trajectory import Client
 from rollout_io import TrajectoryID, from_generator_output
