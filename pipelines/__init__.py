@@ -7,7 +7,8 @@ from schemas.lazy import exports
 
 if TYPE_CHECKING:
     from pipelines.drift_diagnosis.diagnosis import drift
-    from pipelines.filtering.filters import (
+    from pipelines.filtering import Filter, apply_filters, apply_masks, judge, keep_rows
+    from pipelines.filters import (
         best_of_group,
         duplicates,
         dynamic_sampling,
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
         where,
         zero_variance,
     )
-    from pipelines.filtering.similarity import near_duplicates, overlapping, overlaps
-    from pipelines.filtering.verdicts import Filter, apply_filters, apply_masks, judge, keep_rows
     from pipelines.generation.skyrl import (
         BatchMetadata,
         GeneratorInput,
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
         place_token_rewards,
         trajectory_returns,
     )
+    from pipelines.similarity import near_duplicates, overlapping, overlaps
     from pipelines.statistics.metrics import dataset_metrics, pass_at_k
     from pipelines.statistics.savings import dataset_savings
     from pipelines.statistics.summary import dataset_statistics

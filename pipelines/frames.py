@@ -29,7 +29,7 @@ from schemas.ragged import IntArray, Ragged, list_lengths, offsets_of, ranges
 from schemas.types import as_table, cast_column
 
 if TYPE_CHECKING:
-    from pipelines.filtering.verdicts import Filter
+    from pipelines.filtering import Filter
     from schemas.metadata import Outcome
 
 

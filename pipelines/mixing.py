@@ -9,7 +9,7 @@ from itertools import combinations
 import numpy as np
 import polars as pl
 
-from pipelines.filtering.filters import lot
+from pipelines.filters import lot
 from pipelines.frames import Frame, as_lazy, exact_column
 from pipelines.rewards import place_token_rewards
 from schemas.columns import TASK

@@ -124,7 +124,7 @@ class _Source:
 
     @classmethod
     def decide(cls, path: str, values: Options) -> _Source:
-        from pipelines.filtering.verdicts import apply_filters, apply_masks, keep_rows
+        from pipelines.filtering import apply_filters, apply_masks, keep_rows
         from rollout_io.cli.datasets import open_valid
         from rollout_io.dataset.returns import dataset_outcome
 
@@ -188,7 +188,7 @@ class _Source:
 
 
 def _overlaps(dataset: str, frame: pl.LazyFrame, evaluation: str) -> pl.DataFrame:
-    from pipelines.filtering.similarity import overlaps
+    from pipelines.similarity import overlaps
     from rollout_io.dataset.opening import open_input
     from rollout_io.dataset.reader import read_metadata
     from rollout_io.retokenize.local import remembered_tokenizer

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pipelines.filtering.filters import RAN_OUT_OF_TOKENS
+from pipelines.filters import RAN_OUT_OF_TOKENS
 from pipelines.generation.config import GenerateConfig
 from pipelines.generation.engines.base import (
     CONTEXT_LENGTH,

@@ -12,11 +12,11 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from pipelines.filtering.similarity import MULTIPLIER, regions, sequence_hashes
-from pipelines.filtering.verdicts import STEPS
+from pipelines.filtering import STEPS
 from pipelines.frames import Frame, as_lazy
 from pipelines.merging.segments import sampled_lengths
 from pipelines.rewards import Outcome
+from pipelines.similarity import MULTIPLIER, regions, sequence_hashes
 from pipelines.statistics.metrics import trajectories
 from rollout_io.dataset.message_facts import CALLED, count_calls, count_results, tool_calls
 from rollout_io.dataset.prefix_layout import (

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from pipelines.filtering.filters import RAN_OUT_OF_TOKENS
+from pipelines.filters import RAN_OUT_OF_TOKENS
 from pipelines.rewards import is_above, is_rounding
 from pipelines.statistics.attempts import with_names
 

@@ -19,7 +19,7 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from pipelines.filtering.verdicts import collect
+from pipelines.filtering import collect
 from pipelines.frames import Frame, as_lazy
 from pipelines.rewards import Outcome, fold_trajectories
 from pipelines.view.index_columns import LENGTHS, add_starts, cut_texts, kept_columns, short_rows

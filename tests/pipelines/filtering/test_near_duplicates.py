@@ -7,7 +7,7 @@ import polars as pl
 import pytest
 
 from pipelines import judge, merge
-from pipelines.filtering.similarity import near_duplicates, overlapping, overlaps
+from pipelines.similarity import near_duplicates, overlapping, overlaps
 from rollout_io import RolloutWriter, read_metadata, scan
 from rollout_io.cli.main import run
 from rollout_io.retokenize.local import fingerprint_of

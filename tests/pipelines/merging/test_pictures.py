@@ -6,10 +6,10 @@ import pytest
 
 import rollout_io
 from pipelines.drift_diagnosis import diagnose
-from pipelines.filtering.filters import duplicates
-from pipelines.filtering.similarity import near_duplicates
-from pipelines.filtering.verdicts import judge
+from pipelines.filtering import judge
+from pipelines.filters import duplicates
 from pipelines.merging.merge import merge, unmerge
+from pipelines.similarity import near_duplicates
 from pipelines.statistics.attempts import broken_prefixes
 from pipelines.statistics.savings import dataset_savings
 from rollout_io.cli.trajectory_text import view_trajectory

@@ -3,7 +3,7 @@
 `judge` lists the verdicts, and changes no row: it reads only ids, rewards and the columns that filters
 use, and keeps one line per trajectory in memory. `apply_filters` then drops trajectories; `apply_masks`
 excludes them from the loss, but keeps them in the table and in baselines. `keep_rows` drops rows, and
-keeps the table valid. The filters are in `pipelines.filtering.filters`.
+keeps the table valid. The filters are in `pipelines.filters`.
 """
 
 from __future__ import annotations

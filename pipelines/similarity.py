@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from pipelines.filtering.verdicts import STEPS, Filter
+from pipelines.filtering import STEPS, Filter
 from pipelines.frames import Frame, as_lazy
 from rollout_io.dataset.opening import open_input
 from rollout_io.dataset.returns import joined_steps
