@@ -32,6 +32,9 @@ _IS_MASKED = "is masked"
 STEPS = "joined steps"
 """Extra column that a filter's `row` expression may use: see `joined_steps`."""
 
+_ROW = ("trajectory_id", "step_index")
+_NEW_INDEX, _NEW_LAST = "__step_index_anew__", "__is_last_step_anew__"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Filter:
@@ -283,10 +286,6 @@ def mask(frame: Frame, verdicts: pl.DataFrame) -> pl.LazyFrame:
     nothing = pl.col("loss_mask").list.eval(pl.element() & False)
     kept = pl.when(pl.col(_IS_MASKED)).then(nothing).otherwise("loss_mask")
     return rows.with_columns(loss_mask=kept).drop(_IS_MASKED)
-
-
-_ROW = ("trajectory_id", "step_index")
-_NEW_INDEX, _NEW_LAST = "__step_index_anew__", "__is_last_step_anew__"
 
 
 def keep_rows(

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from pipelines.filtering import Filter
     from schemas.metadata import Outcome
 
-
 PER_TOKEN: dict[str, pa.DataType] = {
     c.name: c.type.value_type for c in COLUMNS if c.type and c.length is Length.RESPONSE
 }

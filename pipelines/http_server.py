@@ -63,6 +63,10 @@ STATUS = {
 }
 """HTTP status by rule; 400 for all other rules."""
 
+HEAD_BYTES = 64 << 10
+HEAD_TIMEOUT_S = 60.0
+_REASONS = {408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
+
 
 def json_response(value: Any, status: int = 200) -> Response:
     """Encode a value as a JSON response."""
@@ -300,11 +304,6 @@ class WorkingResponse(Response):
             if not reply.status:
                 raise
             await reply.finish(self._last_event(error))
-
-
-HEAD_BYTES = 64 << 10
-HEAD_TIMEOUT_S = 60.0
-_REASONS = {408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
 
 
 class _BoundedProtocol(HttpToolsProtocol):

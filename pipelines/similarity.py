@@ -36,6 +36,16 @@ _NUM_HASHES, _SEED = 256, 20_260_101
 _MARGIN = 1.7
 """Standard deviations below the threshold at which a pair is still found: 95 % of those at it."""
 
+MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+_SHIFT = np.uint64(29)
+NUM_WORDS, LEAST_WORDS = 8, 5
+LEAST_SHARE = 0.5
+TEXT_CONTEXT_TOKENS = 1024
+"""Maximum number of tokens before a step's sampled tokens that are searched too."""
+_WORD = re.compile(r"\w+")
+_COLUMNS = {"trajectory_id": pl.String, "line": pl.Int64, "share": pl.Float64}
+Hashes = npt.NDArray[np.uint64]
+
 
 def near_duplicates(similarity: float, within: Literal["group", "dataset"] = "group") -> Filter:
     """Drop trajectories that are similar to an earlier one that is kept, whatever their rewards.
@@ -147,10 +157,6 @@ def _constant(lengths: IntArray, dtype: np.dtype[Any]) -> Ragged:
     return Ragged(np.full(offsets[-1], -1, dtype), offsets, np.ones(len(lengths), np.bool_))
 
 
-MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
-_SHIFT = np.uint64(29)
-
-
 def sequence_hashes(values: npt.NDArray[np.uint64], length: int) -> npt.NDArray[np.uint64]:
     """Hash every sequence of `length` adjacent values; none if there are fewer values.
 
@@ -207,17 +213,6 @@ def regions(rows: pl.Series, num_before: int) -> tuple[Ragged, IntArray]:
     sizes = before + lengths
     values = gather(whole.values, whole.offsets[owners] + sampled_at - before, sizes)
     return Ragged(values, offsets_of(sizes), np.ones(len(owners), np.bool_)), owners
-
-
-NUM_WORDS, LEAST_WORDS = 8, 5
-LEAST_SHARE = 0.5
-TEXT_CONTEXT_TOKENS = 1024
-"""Maximum number of tokens before a step's sampled tokens that are searched too."""
-
-_WORD = re.compile(r"\w+")
-_COLUMNS = {"trajectory_id": pl.String, "line": pl.Int64, "share": pl.Float64}
-
-Hashes = npt.NDArray[np.uint64]
 
 
 def overlaps(frame: Frame, evaluation: str | Path, vocabulary: TokenBytes) -> pl.DataFrame:

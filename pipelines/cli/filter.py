@@ -35,7 +35,6 @@ EXAMPLES = example(
     "\n  rollouts filter math/ --mix code/ --share 0.7 --share 0.3 --out mixed/"
 )
 
-
 _SHOWN_OVERLAPS = 5
 
 

@@ -23,7 +23,6 @@ from schemas.ragged import IntArray, Ragged
 _GRAM = 8
 _BASE = np.uint64(0x9E3779B97F4A7C15)
 
-
 Agents = Sequence[str | None]
 
 

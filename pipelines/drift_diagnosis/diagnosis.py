@@ -77,6 +77,12 @@ _TOKENS = (
     PICTURES,
 )
 
+_Line: TypeAlias = tuple[str, dict[str, Any], str]
+_KEYS = ("cause", "agent", "step_index")
+_TEXT_SIDES = ("kept_text", "lost_text", "now_text")
+_ID_SIDES = ("kept_ids", "lost_ids", "now_ids")
+_SUMS = ("num_breaks", "num_continuing_lineage", "num_lost_tokens")
+
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
@@ -279,14 +285,6 @@ def _row(
 
 def _text(ids: Ids, tokenizer: ChatTokenizer | None) -> str | None:
     return None if tokenizer is None else decode(ids, tokenizer)
-
-
-_Line: TypeAlias = tuple[str, dict[str, Any], str]
-
-_KEYS = ("cause", "agent", "step_index")
-_TEXT_SIDES = ("kept_text", "lost_text", "now_text")
-_ID_SIDES = ("kept_ids", "lost_ids", "now_ids")
-_SUMS = ("num_breaks", "num_continuing_lineage", "num_lost_tokens")
 
 
 @dataclass(slots=True)

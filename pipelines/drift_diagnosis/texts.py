@@ -40,6 +40,13 @@ _HEADER = re.compile(rf"({'|'.join(ROLES)})(?:\s+|$)")
 _CALL = re.compile(r"(<tool_call>)(.*?)(</tool_call>)", re.DOTALL)
 _SHOWN = 60
 
+TEXTS = ("messages", "response_text", "token_source", "segments")
+"""Columns from which the text of a step is read; `messages` and `response_text` are required."""
+_LONGEST_HEADER = 16  # at most this many tokens precede the text of the first message
+Piece: TypeAlias = tuple[str, int | None]
+"""Text between two special tokens, and the id of the second one (None at the end of the ids)."""
+_COLUMNS = ("token_source", "messages", "response_text", "prompt_token_ids", "response_ids")
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -136,15 +143,6 @@ def _difference(old: Turn, new: Turn) -> str:
 
 def _short(text: str) -> str:
     return repr(text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "...")
-
-
-TEXTS = ("messages", "response_text", "token_source", "segments")
-"""Columns from which the text of a step is read; `messages` and `response_text` are required."""
-
-_LONGEST_HEADER = 16  # at most this many tokens precede the text of the first message
-
-Piece: TypeAlias = tuple[str, int | None]
-"""Text between two special tokens, and the id of the second one (None at the end of the ids)."""
 
 
 def read_text(before: Ids, prompt: Ids, shared: int, tokenizer: ChatTokenizer) -> Reading | None:
@@ -313,9 +311,6 @@ def _spelled(response: str) -> str:
     if called is None:
         return response
     return "\n".join(part for part in (text, json.dumps(called, sort_keys=True)) if part)
-
-
-_COLUMNS = ("token_source", "messages", "response_text", "prompt_token_ids", "response_ids")
 
 
 @dataclass(slots=True)

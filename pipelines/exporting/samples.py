@@ -24,6 +24,12 @@ from schemas.ragged import IntArray, Ragged, list_lengths, offsets_of
 
 _DIGEST_BYTES = 16
 
+Message: TypeAlias = dict[str, Any]
+Turn: TypeAlias = tuple[list[Message], Message]
+"""The messages before an answer, and the answer."""
+COLUMNS = ("token_source", "messages", "response_text", "segments", "tools")
+_FROM = {"system": "system", "developer": "system", "user": "human", "assistant": "gpt"}
+
 
 class Tokens:
     """The tokens of N sequences, and the samples made of them.
@@ -155,14 +161,6 @@ def _per_step(table: pa.Table, name: str, rows: list[int]) -> list[Any]:
             else [segment.get(name, value) for segment in row_segments]
         )
     return step_values
-
-
-Message: TypeAlias = dict[str, Any]
-Turn: TypeAlias = tuple[list[Message], Message]
-"""The messages before an answer, and the answer."""
-
-COLUMNS = ("token_source", "messages", "response_text", "segments", "tools")
-_FROM = {"system": "system", "developer": "system", "user": "human", "assistant": "gpt"}
 
 
 def turns(row: Mapping[str, Any]) -> list[Turn]:

@@ -32,6 +32,12 @@ _RULE = "env"
 _CLOSING_S = 30.0
 Value = TypeVar("Value")
 
+ENVIRONMENT = "environment/"
+USED = ("instance_id", "is_last_step", "metrics", "error")
+"""Columns from which environment metrics are computed."""
+Metrics = Mapping[str, float]
+Aggregate = Callable[[Sequence[Metrics]], Any]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
@@ -331,13 +337,6 @@ def as_number(value: Any) -> float | None:
     except Exception:  # a user-defined class may raise anything
         return None
     return number if math.isfinite(number) else None
-
-
-ENVIRONMENT = "environment/"
-USED = ("instance_id", "is_last_step", "metrics", "error")
-"""Columns from which environment metrics are computed."""
-Metrics = Mapping[str, float]
-Aggregate = Callable[[Sequence[Metrics]], Any]
 
 
 async def environment_metrics(

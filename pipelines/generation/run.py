@@ -31,7 +31,6 @@ from schemas.ragged import list_lengths
 _LOGGER = logging.getLogger(__name__)
 OpenEngine = Callable[[GenerateConfig], Engine]
 
-
 VERB = "generate"
 
 

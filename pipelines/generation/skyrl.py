@@ -45,7 +45,6 @@ from schemas.errors import ConfigError, InputError, RolloutError
 if TYPE_CHECKING:
     from pipelines.harness.launchers import Endpoint
 
-
 TrainingPhase = Literal["train", "eval"]
 
 _RULE = "generator"

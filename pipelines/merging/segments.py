@@ -37,9 +37,7 @@ FOLDED = frozenset(
 `segments` stores the per-step values of all other columns.
 """
 
-
 _OWN_NAMES = frozenset({JOINED, NUM_ROUTED, *(field.name for field in SEGMENT_FIELDS)})
-
 
 Routes = npt.NDArray[np.int16]
 

@@ -81,7 +81,6 @@ _REFUSAL = {
     "content": {JSON: {"schema": {"type": "object"}}},
 }
 
-
 _SMALL_BYTES = 1 << 20
 
 T = TypeVar("T")

@@ -59,6 +59,11 @@ _OPTIONAL = (b"null", b"false", b"[]", b"{}", b"0")
 _EMPTY: tuple[object, ...] = (None, [], {}, "")
 _ENDED = frozenset({"stop", "length", "tool_calls"})
 
+PARSE_PATH = "/v1/chat/completions/derender"
+_TAIL = 8  # ids of the prompt that parsers see, to decode the first token
+_OWN_FIELDS = ("logprobs", "top_logprobs", "return_token_ids", "stream", "stream_options")
+_PROBE = msgspec.Raw(b'[{"role":"user","content":"x"}]')
+
 
 class Conversation(NamedTuple):
     """A conversation that a later call may continue.
@@ -289,12 +294,6 @@ def _answer_of(seen: Seen) -> dict[str, Any] | None:
     calls = msgspec.json.decode(message.tool_calls) or []
     thought = message.reasoning or message.reasoning_content
     return answer | known({"tool_calls": calls or None, "reasoning_content": thought or None})
-
-
-PARSE_PATH = "/v1/chat/completions/derender"
-_TAIL = 8  # ids of the prompt that parsers see, to decode the first token
-_OWN_FIELDS = ("logprobs", "top_logprobs", "return_token_ids", "stream", "stream_options")
-_PROBE = msgspec.Raw(b'[{"role":"user","content":"x"}]')
 
 
 class _Derendered(msgspec.Struct):

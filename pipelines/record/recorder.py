@@ -39,6 +39,9 @@ from schemas.metadata import DatasetMetadata
 _LOG = logging.getLogger(__name__)
 _TICK_S = 0.25
 
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+
 
 class Recorder:
     """Records sessions into one dataset; enter its context before the first call.
@@ -388,10 +391,6 @@ def _read_version(path: Path) -> int | None:
     except (OSError, ValueError):
         return None
     return version if isinstance(version, int) else None
-
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 
 class Metrics:

@@ -42,6 +42,18 @@ NO_CALLS = "no_calls: the session ended without a recorded call"
 _LOST = "calls_lost:"
 _LOSSES = frozenset({"unrecorded_calls", "exact_prefix_fallbacks", "encrypted_thoughts"})
 
+KEY_PREFIX = "sk-rollouts-"
+SESSION_HEADER = "x-rollouts-session"
+KEY_HEADERS = ("authorization", "x-api-key", "x-goog-api-key")
+_HARNESS_HEADERS = (
+    "x-claude-code-session-id",
+    "x-session-affinity",  # OpenCode
+    *("session_id", "session-id", "conversation_id", "conversation-id"),  # Codex
+)
+_HARNESS_NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z_.:-]{0,199}")
+_APIS = ("v1", "v1beta", "v1beta1", "v1alpha")
+"""First parts of the engines' APIs: what comes before one of them is an agent."""
+
 
 class Seen(NamedTuple):
     """Tokens of a recorded call.
@@ -252,19 +264,6 @@ def _ended(name: str, error: str | None) -> InputError:
     why = f" ({error})" if error else ""
     hint = "use a new repetition for the next run"
     return InputError("session_ended", name, f"the session has ended{why}", hint=hint)
-
-
-KEY_PREFIX = "sk-rollouts-"
-SESSION_HEADER = "x-rollouts-session"
-KEY_HEADERS = ("authorization", "x-api-key", "x-goog-api-key")
-_HARNESS_HEADERS = (
-    "x-claude-code-session-id",
-    "x-session-affinity",  # OpenCode
-    *("session_id", "session-id", "conversation_id", "conversation-id"),  # Codex
-)
-_HARNESS_NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z_.:-]{0,199}")
-_APIS = ("v1", "v1beta", "v1beta1", "v1alpha")
-"""First parts of the engines' APIs: what comes before one of them is an agent."""
 
 
 def losses_of(session: Session | None, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,6 +33,11 @@ from schemas.errors import InputError, RolloutError
 RULE = "reward_function"
 _MOST_CHARS = 500
 
+_OURS = frozenset({"pipelines", "rollout_io", "schemas", "trainer"})
+_INSTALLED = {
+    Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")
+}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scorer:
@@ -162,12 +167,6 @@ def _score(scorer: Scorer, attempt: Attempt) -> Score:
         reason = f"the result {value!r:.60} is not a finite number"
         return Score(attempt.trajectory_id, None, reason)
     return Score(attempt.trajectory_id, number, findings=findings)
-
-
-_OURS = frozenset({"pipelines", "rollout_io", "schemas", "trainer"})
-_INSTALLED = {
-    Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")
-}
 
 
 def source_digests(name: str, function: Callable[..., Any]) -> dict[str, str]:

@@ -43,7 +43,6 @@ MOST_NAMES = 8
 _NGRAM = 4
 _MOST_HASH = 1 << 40  # sums over a trajectory's rows stay below 2^64
 
-
 MOST_TASKS = 200
 """Maximum number of tasks whose attempts `greedy_partings` compares."""
 

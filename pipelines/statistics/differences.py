@@ -36,6 +36,13 @@ _IDS = ("instance_id", "trajectory_id", "error", "version", "greedy")
 _MOST_TASKS = 5
 LEVEL = 0.95
 
+Floats = npt.NDArray[np.float64]
+MOST_SPLITS = 20_000
+"""Splits of a task's attempts that are tested; if there are more, as many random ones."""
+_MOST_KEPT, _BLOCK = 256, 1 << 20
+"""Attempts of a task whose splits are kept for the next task; values of a block of others."""
+_TIE = 1e-12  # of the largest deviation from the mean: the error of sums
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Differences:
@@ -230,16 +237,6 @@ def suspicions(numbers: pl.DataFrame, both: pl.DataFrame) -> list[dict[str, Any]
         worst = tasks.sort(wrong, descending=True, maintain_order=True).head(_MOST_TASKS)
         lines.append(line | {"tasks": worst["instance_id"].to_list()})
     return lines
-
-
-Floats = npt.NDArray[np.float64]
-
-MOST_SPLITS = 20_000
-"""Splits of a task's attempts that are tested; if there are more, as many random ones."""
-
-_MOST_KEPT, _BLOCK = 256, 1 << 20
-"""Attempts of a task whose splits are kept for the next task; values of a block of others."""
-_TIE = 1e-12  # of the largest deviation from the mean: the error of sums
 
 
 def mean_intervals(values: Floats, level: float = 0.95) -> Floats:

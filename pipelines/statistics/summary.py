@@ -40,6 +40,9 @@ _LENGTHS: dict[str, pl.DataType] = {
     "picture_tokens": pl.Int64(),
 }
 
+_MOST_DISTINCT = 6
+NUM_BINS = 12
+
 
 def dataset_statistics(
     data: Frame | PathLike, outcome: Outcome | None = None, workers: Workers | None = None
@@ -236,10 +239,6 @@ def _stop_reasons(reasons: pl.DataFrame) -> dict[str, Any]:
     for reason, number in counts.rows():
         named["unknown" if reason is None else str(reason)] += number
     return {"stop_reasons": dict(named)}
-
-
-_MOST_DISTINCT = 6
-NUM_BINS = 12
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,6 @@ from schemas.ragged import Ragged
 if TYPE_CHECKING:
     from pipelines.view.dataset import Dataset
 
-
 Kind = Literal["verdicts", "shares"]
 COLUMNS: dict[Kind, tuple[Column, ...]] = {
     "verdicts": VERDICT_COLUMNS,
@@ -47,6 +46,13 @@ MAX_ROWS = 10_000
 _ROW = ["trajectory_id", "step_index"]
 _MAX_KIND = 40
 _NOT_SHOWN = frozenset({"run", "global_step", "dataset", "row_digest", "token_shares", *_ROW})
+
+FINDINGS_COLUMN = "findings"
+"""Column that findings add to the table of trajectories."""
+_READ = (
+    *("trajectory_id", "step_index", "is_last_step", "prompt_token_ids", "response_ids"),
+    *("loss_mask", "token_source", "response_text", "segments"),
+)
 
 
 def _needed(kind: Kind) -> list[Column]:
@@ -294,14 +300,6 @@ def top_shares(rows: pl.DataFrame, limit: int) -> Response:
     others = [name for name in rows.columns if name not in _NOT_SHOWN]
     shown = ranked.head(min(limit, MAX_ROWS)).select("dataset", *_ROW, *others)
     return arrow_response(shown, total=len(rows))
-
-
-FINDINGS_COLUMN = "findings"
-"""Column that findings add to the table of trajectories."""
-_READ = (
-    *("trajectory_id", "step_index", "is_last_step", "prompt_token_ids", "response_ids"),
-    *("loss_mask", "token_source", "response_text", "segments"),
-)
 
 
 class Findings:

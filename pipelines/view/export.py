@@ -56,6 +56,9 @@ _UNQUOTED = "-_.!~*'()"  # characters that encodeURIComponent keeps
 
 _NO_PICTURE = json_response({"url": None}).body
 
+_LEVEL = _MEMORY_LEVEL = 9
+_TEXT_BYTES = 100_000
+
 
 def key_of(path: str, **parameters: object) -> str:
     """Return the key of an answer: the request's path, with its parameters sorted by name.
@@ -291,10 +294,6 @@ def inlined(bundle: Bundle, blobs: Sequence[str]) -> str:
 
 def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-_LEVEL = _MEMORY_LEVEL = 9
-_TEXT_BYTES = 100_000
 
 
 @dataclass(slots=True)

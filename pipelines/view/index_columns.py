@@ -32,6 +32,22 @@ LENGTHS = frozenset(f"num tokens: {name}" for name in ("prompt", "response", "sa
 """Columns that the index adds to rows; the dataset's columns with these names are not kept."""
 _NOT_KEPT = frozenset({"messages", "response_text", "source", "sampling_extra"})
 
+FACTS = {
+    "task_text": pl.String,
+    "num_turns": pl.Int32,
+    "num_messages": pl.Int32,
+    "num_characters": pl.Int64,
+    "num_tool_calls": pl.Int32,
+    "num_tool_errors": pl.Int32,
+    "num_images": pl.Int32,
+    "num_agents": pl.Int32,
+    "format": pl.String,
+    "file": pl.String,
+    "modified": pl.String,
+}
+"""Columns of the table of trajectories that only logs have; conditions may use them."""
+TASK_CHARS = 160
+
 
 def kind_of(kind: pa.DataType) -> str:
     """Classify the type of a column for the page: number, text, bool or other."""
@@ -103,24 +119,6 @@ def first_steps(table: pa.Table) -> pa.ChunkedArray:
     frame = to_frame({"step": steps, "of": table.column("segments")})
     first = pl.col("of").list.first().struct.field("step_index").fill_null(pl.col("step"))
     return frame.select(first.alias("step")).to_arrow().column("step")
-
-
-FACTS = {
-    "task_text": pl.String,
-    "num_turns": pl.Int32,
-    "num_messages": pl.Int32,
-    "num_characters": pl.Int64,
-    "num_tool_calls": pl.Int32,
-    "num_tool_errors": pl.Int32,
-    "num_images": pl.Int32,
-    "num_agents": pl.Int32,
-    "format": pl.String,
-    "file": pl.String,
-    "modified": pl.String,
-}
-"""Columns of the table of trajectories that only logs have; conditions may use them."""
-
-TASK_CHARS = 160
 
 
 def facts_of(table: pa.Table) -> pl.DataFrame:

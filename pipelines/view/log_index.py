@@ -52,6 +52,8 @@ PREVIEW_FILES = 64
 CODEC = "zstd"
 _TOLD_FILES = 16
 
+_CACHED_BYTES = 64 << 20
+
 
 class Job(NamedTuple):
     """Logs to index.
@@ -296,9 +298,6 @@ class _Indexing:
             schema=table.schema.remove_metadata(),
             notes=Counter(notes),
         )
-
-
-_CACHED_BYTES = 64 << 20
 
 
 @dataclass(slots=True, weakref_slot=True)

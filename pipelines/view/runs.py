@@ -23,6 +23,10 @@ from schemas.token_records import token_record_steps
 if TYPE_CHECKING:
     from pipelines.view.sources import Sources
 
+_PER_TARGET = ("loss_mask", "advantages", "weights", "logprobs", "importance_weights", "losses")
+_FLAGS = ("clipped", "rejected")
+MAX_TARGETS = 100_000
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -120,11 +124,6 @@ class Run:
             len(token_record_steps(self.path)),
             len(self.opened),
         )
-
-
-_PER_TARGET = ("loss_mask", "advantages", "weights", "logprobs", "importance_weights", "losses")
-_FLAGS = ("clipped", "rejected")
-MAX_TARGETS = 100_000
 
 
 def update_rows(sources: Sources, run: Run, update: int) -> Response:

@@ -26,6 +26,12 @@ NUM_VALUES = 30
 MAX_BINS = 1000
 MAX_LIMIT = 10_000
 
+MAX_HITS = 10_000
+MAX_NAMES = 20
+"""Maximum number of tasks, and of trajectories, with matching ids that a search lists."""
+MAX_SECONDS = 10.0
+"""Seconds after which a search stops, even if it is incomplete."""
+
 
 def window(
     index: TrajectoryIndex,
@@ -210,13 +216,6 @@ def _attempts(dataset: Dataset, task: str) -> dict[tuple[int, int], tuple[int, s
         tuple(attempt.values()): (number, name, value)
         for number, (attempt, name, value) in zip(numbers, lines.rows(), strict=True)
     }
-
-
-MAX_HITS = 10_000
-MAX_NAMES = 20
-"""Maximum number of tasks, and of trajectories, with matching ids that a search lists."""
-MAX_SECONDS = 10.0
-"""Seconds after which a search stops, even if it is incomplete."""
 
 
 def search(

@@ -44,7 +44,6 @@ _DIAGNOSED = (
     *("messages", "response_text", "token_source", PICTURES),
 )
 
-
 _COLUMNS = (
     *("prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs", "reward", "rewards"),
     *("segments", "policy_version", "policy_versions", PICTURES),

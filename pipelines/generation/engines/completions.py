@@ -21,6 +21,10 @@ from schemas.metadata import LogprobsMode
 
 _ANSWER = msgspec.json.Decoder(bodies.Response)
 
+_RESPONSE = msgspec.json.Decoder(Response)
+_ABORTED = "abort"
+_KEPT = ("role", "content", "tool_calls", "reasoning", "reasoning_content")
+
 
 def sampling_fields(sampling: Sampling, special_tokens: Collection[str] = ()) -> dict[str, Any]:
     """Return a request's sampling fields, all explicit so that no server defaults apply.
@@ -64,11 +68,6 @@ def support_fields(
 def read_support(body: bytes, response_ids: Sequence[int]) -> list[list[int]] | None:
     """Return the kept ids at each token; None unless they are complete at every token."""
     return support.read_support(_ANSWER.decode(body).choices[0].logprobs, response_ids)
-
-
-_RESPONSE = msgspec.json.Decoder(Response)
-_ABORTED = "abort"
-_KEPT = ("role", "content", "tool_calls", "reasoning", "reasoning_content")
 
 
 def read_sampled(

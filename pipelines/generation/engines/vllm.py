@@ -43,7 +43,6 @@ _LOAD_ADAPTER, _UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapt
 _ON_CPU = re.compile(rb"device_config=cpu\b")
 _PROBES = ([1], [2, 3], [10, 20, 30], [5, 4, 3, 2])
 
-
 _LOG = logging.getLogger(__name__)
 
 

@@ -39,6 +39,13 @@ _PAUSE = "/pause?mode=keep"
 _SHUTDOWN = "/shutdown_weight_transfer_engine"
 _RESUME: tuple[str, Body] = ("/resume", {})
 
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+OWN_FILE, INDEX = "output_layer.safetensors", "model.safetensors.index.json"
+_OUTPUT = ("lm_head", "embed_out", "output.weight", "output_layer")
+"""Parts of the names of output layers."""
+_MOST_BYTES = 100_000_000
+"""Maximum size of a header; a file with a larger header is not in safetensors format."""
+
 
 class WeightSender(Protocol):
     """Sends model directories to one server. The methods block, so they are called in threads."""
@@ -261,14 +268,6 @@ class _Requests:
 
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(set_it)
-
-
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-OWN_FILE, INDEX = "output_layer.safetensors", "model.safetensors.index.json"
-_OUTPUT = ("lm_head", "embed_out", "output.weight", "output_layer")
-"""Parts of the names of output layers."""
-_MOST_BYTES = 100_000_000
-"""Maximum size of a header; a file with a larger header is not in safetensors format."""
 
 
 def lacks_output_layer(path: Path) -> bool:

@@ -61,6 +61,15 @@ _INCLUDED = frozenset(
 _STATEFUL = ("previous_response_id", "conversation", "background", "prompt")
 _FORMAT = ("name", "description", "schema", "strict")
 
+_INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
+_ERRORS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_UUID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
+_ECHOED = (
+    *("instructions", "max_output_tokens", "max_tool_calls", "metadata", "parallel_tool_calls"),
+    *("reasoning", "temperature", "text", "tool_choice", "tools", "top_logprobs", "top_p", "user"),
+)
+_USUAL: Fields = {"metadata": {}, "parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
+
 
 class _Text(msgspec.Struct):
     format: dict[str, Any] | None = None
@@ -183,16 +192,6 @@ def _named_tools(tools: list[dict[str, Any]] | None) -> dict[str, _Tool]:
                 name = str(one.get("name"))
                 by_name[named["function"]["name"]] = _Tool(name, namespace, is_custom)
     return by_name
-
-
-_INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
-_ERRORS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-_UUID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
-_ECHOED = (
-    *("instructions", "max_output_tokens", "max_tool_calls", "metadata", "parallel_tool_calls"),
-    *("reasoning", "temperature", "text", "tool_choice", "tools", "top_logprobs", "top_p", "user"),
-)
-_USUAL: Fields = {"metadata": {}, "parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
 
 
 class ResponsesShape(msgspec.Struct):
