@@ -15,7 +15,6 @@ from rollout_io.terminal import columns, readable
 from schemas.errors import count
 
 if TYPE_CHECKING:
-    from pipelines.cli.stats_screen import Overview
     from pipelines.rewards import Outcome
     from pipelines.statistics.flops import ModelShape
     from pipelines.statistics.savings import Cost
@@ -103,10 +102,17 @@ def stats(
     from pipelines.cli.diff import suspected
     from pipelines.cli.stats_screen import screen
     from pipelines.statistics.attempts import finding_numbers
+    from pipelines.statistics.grouped import tools
+    from pipelines.statistics.savings import dataset_savings
+    from pipelines.statistics.summary import dataset_summary
+    from rollout_io.cli.datasets import open_valid
     from rollout_io.conversion.logged_notes import conversion_notes
     from rollout_io.dataset.first_prompts import mixed_text
 
-    emit_styled(screen(_overview(dataset, outcome, shape, chosen)))
+    frame = open_valid(dataset, chosen)
+    summary = dataset_summary(dataset, outcome, chosen)
+    savings = _savings(dataset_savings(dataset, workers=chosen), shape)
+    emit_styled(screen(dataset, summary, savings, tools(frame).to_dicts()))
     for line in suspected(_suspicions(dataset, outcome)):
         emit(line)
     for line in _findings(finding_numbers(dataset)):
@@ -165,21 +171,6 @@ def _suspicions(dataset: str, outcome: Outcome | None) -> list[dict[str, Any]]:
         lines.filter(side) for side in (pl.col("version") < middle, pl.col("version") >= middle)
     )
     return differences(earlier, later).suspicions
-
-
-def _overview(
-    dataset: str, outcome: Outcome | None, shape: ModelShape | None, workers: Workers
-) -> Overview:
-    from pipelines.cli.stats_screen import Overview
-    from pipelines.statistics.grouped import tools
-    from pipelines.statistics.savings import dataset_savings
-    from pipelines.statistics.summary import dataset_summary
-    from rollout_io.cli.datasets import open_valid
-
-    frame = open_valid(dataset, workers)
-    summary = dataset_summary(dataset, outcome, workers)
-    savings = _savings(dataset_savings(dataset, workers=workers), shape)
-    return Overview.of(dataset, summary, savings, tools(frame).to_dicts())
 
 
 def _findings(numbers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
