@@ -22,7 +22,6 @@ vLLM has its parsers as a route with `--enable-scale-out`, so that nothing is to
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
@@ -81,22 +80,20 @@ class Conversation(NamedTuple):
     is_plain: bool
 
 
-class _Continued(NamedTuple):
-    """A text completion that continues a conversation; if `is_parsed`, parsers read the sampled ids."""
-
-    body: bytes
-    is_parsed: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Unsure:
-    """The reason why a call is sent unchanged.
+class Sent(NamedTuple):
+    """What the engine is sent: as received, or a chat as a text completion of token ids.
 
     Attributes:
-        reason: Short label for metrics; `FIRST` if there is no conversation to continue.
+        path: API path.
+        body: Body.
+        as_text: True if it is a chat that is sent as a text completion.
+        is_parsed: True if the engine's parsers have to read the sampled ids.
     """
 
-    reason: str
+    path: str
+    body: bytes
+    as_text: bool = False
+    is_parsed: bool = False
 
 
 class ExactPrefix:
@@ -127,7 +124,7 @@ class ExactPrefix:
         room: int | None,
         *,
         parses: bool,
-    ) -> _Continued | Unsure:
+    ) -> Sent | str:
         """Build the text completion request that continues a conversation.
 
         Args:
@@ -138,33 +135,34 @@ class ExactPrefix:
             parses: True if the engines' parsers read ids.
 
         Returns:
-            The request; or `Unsure` if the call has to be sent unchanged.
+            The request; or, if the call has to be sent unchanged, the reason as a short label: `FIRST` if
+            there is no conversation to continue.
         """
         conversations = self._known.get(session.name, {}).get(agent, [])
         if not conversations:
-            return Unsure(FIRST)
+            return FIRST
         if (field := _chat_only(request.fields, parses=parses)) is not None:
-            return Unsure(f"field {field}")
+            return f"field {field}"
         try:
             messages = _plain(value_of(request.fields, "messages"))
             longest = _longest(conversations, _alike(messages))
             if longest is None:
-                return Unsure("another history")
+                return "another history"
             is_parsed = not longest.is_plain or not _is_absent(request.fields, "tools")
             if is_parsed and (not parses or not _is_absent(request.fields, "stop")):
-                return Unsure("field stop" if parses else "reasoning")
+                return "field stop" if parses else "reasoning"
             ids = self._continued(longest, messages[len(longest.messages) :])
         except RolloutError as error:
-            return Unsure(error.rule)
+            return error.rule
         most = _limit(request.fields, None if room is None else room - len(ids))
         if most is None:
-            return Unsure("no room")
+            return "no room"
         carried = {k: v for k, v in request.sent.items() if k in _CARRIED}
         exact = {"prompt": ids, "max_tokens": most, "return_token_ids": True}
         exact["logprobs"] = value_of(request.sent, "top_logprobs") or 0  # ours: see `_chat_only`
         if is_parsed:
             carried = {k: v for k, v in carried.items() if k not in {"stream", "stream_options"}}
-        return _Continued(msgspec.json.encode(carried | exact), is_parsed)
+        return Sent(PATH, msgspec.json.encode(carried | exact), as_text=True, is_parsed=is_parsed)
 
     def _continued(self, so_far: Conversation, new: Sequence[dict[str, Any]]) -> list[int]:
         if not new or any(message["role"] == "assistant" for message in new):
