@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pipelines.cli import outcome_option
 from rollout_io.cli.output import emit, emit_json, example, next_command, note
 from rollout_io.cli.usage import HintedUsageError, Number
 from rollout_io.terminal import columns, four_digits, printable
@@ -32,12 +33,7 @@ _SHOWN = 5
 @click.argument("b", metavar="B", type=click.Path())
 @click.option("--reward-a", metavar="NAME", help="Reward version of A (`rollouts rescore`).")
 @click.option("--reward-b", metavar="NAME", help="Reward version of B.")
-@click.option(
-    "--outcome",
-    type=click.Choice(["last", "sum"]),
-    help="Return of a trajectory: its last step's reward, or the sum over its steps.  [default: "
-    "from each dataset, else last]",
-)
+@outcome_option
 @click.option(
     "--rate",
     type=Number(0, 1, min_open=True, max_open=True),

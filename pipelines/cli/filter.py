@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pipelines.cli import outcome_option
 from pipelines.cli.filter_rules import (
     MASKS,
     NUMBER,
@@ -64,12 +65,7 @@ _SHOWN_OVERLAPS = 5
 )
 @layout_option
 @click.option("--prefix-names", is_flag=True, help="Prefix instance ids with the dataset's name.")
-@click.option(
-    "--outcome",
-    type=click.Choice(["last", "sum"]),
-    help="Return of a trajectory: its last step's reward, or the sum over its steps.  [default: "
-    "from the dataset, else last]",
-)
+@outcome_option
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def filter_(dataset: str, out: str | None, *, dry_run: bool, as_json: bool, **values: Any) -> None:
     """Select the trajectories to train on; mask the rest, or mix in other datasets.

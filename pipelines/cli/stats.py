@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pipelines.cli import outcome_option
 from rollout_io.cli.datasets import dataset_argument, workers_of, workers_options
 from rollout_io.cli.output import emit, emit_json, emit_styled, example, note
 from rollout_io.cli.usage import Number
@@ -40,12 +41,7 @@ _SECTIONS = {
     ),
 )
 @dataset_argument()
-@click.option(
-    "--outcome",
-    type=click.Choice(["last", "sum"]),
-    help="Return of a trajectory: its last step's reward, or the sum over its steps.  [default: "
-    "from the dataset, else last]",
-)
+@outcome_option
 @click.option(
     "--model",
     type=click.Path(),

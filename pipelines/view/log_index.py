@@ -92,7 +92,7 @@ class Part:
 
     Attributes:
         rows: [N] short columns of each row.
-        facts: [T] see `log_table`.
+        facts: [T] see `index_columns`.
         runs: [T] the run of each trajectory.
         cut: Columns with values that were cut.
         schema: Schema of the rows.
