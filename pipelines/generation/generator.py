@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import importlib
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
@@ -124,7 +123,7 @@ class Generator:
                 cannot run a task; `extra_installed`: a required package is missing.
         """
         if self._harness is not None:
-            _module("recorded_calls")
+            _harness_calls()
             self._harness.check(tasks)
         elif self._agent is None and self._own is None:
             for name in {environment_of(task, self.config) for task in tasks}:
@@ -258,19 +257,20 @@ async def open_calls(
         ConfigError: `address`: there is no free port.
     """
     if config.generator is not None and (config.port or config.served_model_name):
-        async with _module("endpoint").open_endpoint(config, engine, tokenizer, turn) as endpoint:
+        async with _harness_calls().open_endpoint(config, engine, tokenizer, turn) as endpoint:
             yield endpoint
         return
     if config.harness is None:
         yield None
         return
-    async with _module("recorded_calls").open_calls(config, engine, tokenizer, turn) as opened:
+    async with _harness_calls().open_calls(config, engine, tokenizer, turn) as opened:
         yield opened
 
 
-def _module(name: str) -> ModuleType:
+def _harness_calls() -> ModuleType:
     with requires_extra("generate,record", "harness"):
-        return importlib.import_module(f"pipelines.harness.{name}")
+        from pipelines.harness import recorded_calls
+    return recorded_calls
 
 
 class Pace:
