@@ -102,15 +102,17 @@ def place_rewards(frame: Frame) -> pl.LazyFrame:
         hint = "add it with place_outcomes(frame, outcomes)"
         raise InvariantError("columns_and_types", "table", "there is no column 'reward'", hint=hint)
 
-    def spread(table: pa.Table) -> pa.Array:
-        return place_rewards_table(table).column("rewards")
-
     names = ("response_ids", "reward", "segments")
-    return frame.with_columns(_over_rows(frame, names, spread, "rewards"))
+    return frame.with_columns(_over_rows(frame, names, placed_rewards, "rewards"))
 
 
 def place_rewards_table(table: pa.Table) -> pa.Table:
     """Apply `place_rewards` to an Arrow table that has a `reward` column."""
+    return set_column(table, "rewards", placed_rewards(table))
+
+
+def placed_rewards(table: pa.Table) -> pa.Array:
+    """[N] Return the per-token rewards of a table's rows: float64, null where `reward` is."""
     responses = Ragged.from_arrow(table.column("response_ids"))
     reward = table.column("reward")
     known = to_numpy(reward.is_valid()) & (responses.lengths > 0)
@@ -125,8 +127,7 @@ def place_rewards_table(table: pa.Table) -> pa.Table:
         values[ends[inside]] = earned[inside]
     lengths = np.where(known, responses.lengths, 0)
     kept = gather(values, responses.offsets[:-1], lengths)
-    column = Ragged(kept, offsets_of(lengths), known).to_arrow(pa.float64())
-    return set_column(table, "rewards", column)
+    return Ragged(kept, offsets_of(lengths), known).to_arrow(pa.float64())
 
 
 def place_token_rewards(frame: Frame, column: str = "rewards") -> pl.LazyFrame:

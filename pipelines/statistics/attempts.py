@@ -34,7 +34,7 @@ from rollout_io.dataset.versions import FINDINGS, read_current, read_version, ve
 from schemas.columns import JOINED, PICTURES, TASK
 from schemas.errors import InputError
 from schemas.numpy_arrays import filled, to_numpy
-from schemas.ragged import BoolArray, Ragged, list_lengths, offsets_of, ranges
+from schemas.ragged import Ragged, list_lengths, offsets_of, ranges
 from schemas.types import as_table, with_absent
 
 MOST_NAMES = 8
@@ -348,17 +348,6 @@ def broken_prefixes(dataset: PathLike) -> pl.DataFrame:
         counted = ids.with_columns(pl.Series("broken prefixes", is_broken))
         parts.append(counted.group_by("trajectory_id", maintain_order=True).agg(pl.all().sum()))
     return pl.concat(parts)
-
-
-def sampled_mask(num_tokens: int, segments: Segments) -> BoolArray:
-    """Return the mask ([R] bool) of a response's sampled tokens: the tokens in its segments.
-
-    Without segments, all R tokens were sampled.
-    """
-    mask = np.full(num_tokens, segments is None)
-    for segment in segments or ():
-        mask[segment["start"] : segment["start"] + segment["length"]] = True
-    return mask
 
 
 def sampled_ranges(rows: Iterable[tuple[int, Tokens, Segments]]) -> Sampled:

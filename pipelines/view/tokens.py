@@ -17,8 +17,7 @@ from starlette.responses import Response
 
 from pipelines.drift_diagnosis.diagnosis import diagnose
 from pipelines.merging.segments import is_joined
-from pipelines.rewards import place_rewards_table
-from pipelines.statistics.attempts import sampled_mask
+from pipelines.rewards import placed_rewards
 from pipelines.view.dataset import Dataset
 from pipelines.view.responses import arrow_response
 from pipelines.view.run_files import FLAGS, NUMBERS
@@ -67,7 +66,7 @@ def tokens(
     masks = {
         "is_response": np.arange(len(ids)) >= num_prompt,
         "trained": _padded(num_prompt, Ragged.from_arrow(row.column("loss_mask")).values),
-        "sampled": _padded(num_prompt, sampled_mask(len(response), segments)),
+        "sampled": _padded(num_prompt, _sampled_mask(len(response), segments)),
     }
     if vocabulary is None:
         offsets = pa.py_buffer(np.zeros(len(ids) + 1, np.int32))
@@ -107,6 +106,14 @@ def tokens(
     )
 
 
+def _sampled_mask(num_tokens: int, segments: list[dict[str, Any]] | None) -> BoolArray:
+    """[R] Mark the sampled tokens of a response: those in its segments; all without segments."""
+    mask = np.full(num_tokens, segments is None)
+    for segment in segments or ():
+        mask[segment["start"] : segment["start"] + segment["length"]] = True
+    return mask
+
+
 def _padded(num_prompt: int, mask: Any) -> Any:
     return np.concatenate([np.zeros(num_prompt, np.bool_), np.asarray(mask, np.bool_)])
 
@@ -131,8 +138,7 @@ def _rewards(row: pa.Table) -> pa.Array | None:
         return stored
     if "reward" not in row.column_names or not row.column("reward").is_valid()[0].as_py():
         return None
-    used = [n for n in ("response_ids", "reward", "segments") if n in row.column_names]
-    return _list(place_rewards_table(row.select(used)), "rewards")
+    return placed_rewards(row).flatten()
 
 
 def _versions(
@@ -262,7 +268,7 @@ def _rows(
             key=key,
             tokens=np.concatenate([prompt, response]),
             ids=np.concatenate([part.row(i) for part in seen]),
-            sampled=np.concatenate([outside, sampled_mask(len(response), spans[i])]),
+            sampled=np.concatenate([outside, _sampled_mask(len(response), spans[i])]),
             advantage=advantage,
             breaks_at=breaks_at,
             cause=cause,
