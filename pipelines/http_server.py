@@ -83,7 +83,7 @@ def message_of(error: RolloutError) -> str:
     return f"{error} Hint: {error.hint}" if error.hint else str(error)
 
 
-def error_body(error: RolloutError) -> bytes:
+def _error_body(error: RolloutError) -> bytes:
     """Encode an error in the format of OpenAI's API."""
     fields = {"message": message_of(error), "type": error.rule, "code": status_of(error)}
     return msgspec.json.encode({"error": {**fields, "param": None}})
@@ -91,12 +91,12 @@ def error_body(error: RolloutError) -> bytes:
 
 def error_response(error: RolloutError, path: str = "") -> Response:  # noqa: ARG001
     """Respond with an error in the format of OpenAI's API, whatever the path."""
-    return Response(error_body(error), status_of(error), media_type=JSON)
+    return Response(_error_body(error), status_of(error), media_type=JSON)
 
 
 def error_event(error: RolloutError) -> bytes:
     """Return the event that ends a stream of OpenAI's API with an error."""
-    return b"data: " + error_body(error) + b"\n\n"
+    return b"data: " + _error_body(error) + b"\n\n"
 
 
 def application(
@@ -367,7 +367,7 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def _refuse(self, error: InputError) -> None:
         self._stop_waiting()
-        status, content = status_of(error), error_body(error)
+        status, content = status_of(error), _error_body(error)
         head = b"HTTP/1.1 %d %s\r\n" % (status, _REASONS[status])
         kind = b"content-type: application/json\r\nconnection: close\r\n"
         self.transport.write(head + kind + b"content-length: %d\r\n\r\n" % len(content) + content)

@@ -334,14 +334,13 @@ _FUNCTION = _Names("response.function_call_arguments", "arguments")
 _CUSTOM = _Names("response.custom_tool_call_input", "input", is_streamed=False)
 
 
-class StreamTranslator(Stream):
+class _StreamTranslator(Stream):
     """Translates the chunks of a chat completion to events."""
 
     def __init__(self, answer: _Answer) -> None:
         self._answer, self._number = answer, -1
 
     def take(self, chat: Chat) -> bytes:
-        """See `Stream.take`."""
         is_first = self._number < 0
         steps = list(self._answer.blocks.take(chat))
         head = b""
@@ -352,7 +351,6 @@ class StreamTranslator(Stream):
         return head + b"".join(map(self._step, steps))
 
     def end(self) -> bytes:
-        """See `Stream.end`."""
         status = self._answer.status
         return self._event(
             f"response.{status}", response=self._answer.response(status, is_done=True)
@@ -428,7 +426,7 @@ class ResponsesCall(DialectCall):
 
     def stream(self) -> Stream:
         """See `DialectCall.stream`."""
-        return StreamTranslator(_Answer(self._asked, self._fields))
+        return _StreamTranslator(_Answer(self._asked, self._fields))
 
     @staticmethod
     def count(num_tokens: int) -> Fields:
