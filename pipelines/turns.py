@@ -164,7 +164,6 @@ class _Lane:
         self._calls: dict[str, str] = {}
 
     def add(self, step: Mapping[str, Any]) -> None:
-        """Add the turns of a step."""
         messages = _messages(step)
         if messages is None and not any(len(step[name]) for name in _IDS):
             return  # the trajectory failed before its first call

@@ -217,7 +217,6 @@ class _Status:
         self._last = (time.monotonic(), 0.0, 0.0)
 
     def show(self, recorder: Recorder) -> None:
-        """Redraw the status line."""
         if self._is_terminal and not is_quiet():
             redraw(self._text(recorder))
 

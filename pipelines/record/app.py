@@ -395,7 +395,6 @@ class _Operation:
 
     @property
     def route(self) -> Route:
-        """The route."""
         return Route(self.path, self.handle, methods=[self.method])
 
     def shown_path(self, prefix: str) -> str:

@@ -182,7 +182,6 @@ class _Indexing:
         self.names.clear()
 
     def whole(self, spool: Path, send: Callable[[Message], object]) -> None:
-        """Send the parts of all files."""
         skipped: dict[str, str] = {}
         refused: list[Rejected] = []
         seen, total = 0, len(self.listing.files)

@@ -284,7 +284,6 @@ class _Answer:
         return {"functionCall": call}
 
     def response(self, parts: list[Fields], *, is_last: bool) -> Fields:
-        """Return an answer with some parts."""
         content: Fields = {"parts": parts, "role": "model"}
         candidate: Fields = {"content": content, "index": 0}
         answer: Fields = {"candidates": [candidate]}
