@@ -33,8 +33,8 @@ from transformers import AutoModelForCausalLM
 import rollout_io
 from examples.addition import main as write_tasks
 from pipelines.generation.config import GenerateConfig
-from pipelines.generation.engines.server_process import VllmServer
 from pipelines.generation.engines.vllm import VllmEngine
+from pipelines.generation.processes import VllmServer
 from pipelines.generation.run import generate
 from pipelines.merging.merge import merge_table
 from rollout_io.dataset.writer import RolloutWriter

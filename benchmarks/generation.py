@@ -23,7 +23,7 @@ from typing import Any
 import httpx2
 
 from pipelines.generation.config import GenerateConfig
-from pipelines.generation.engines.server_process import VllmServer
+from pipelines.generation.processes import VllmServer
 from pipelines.generation.run import generate
 from rollout_io.dataset.reader import read
 from trainer.engine.open_engine import open_engine

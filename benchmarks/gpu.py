@@ -71,8 +71,8 @@ from benchmarks.gpu_setup import (
 from benchmarks.padded import micro_batches, padded_step
 from benchmarks.weight_sync import ON_SECOND_GPU, TRANSFER, can_transfer, timed
 from pipelines.generation.engines.base import Sampling
-from pipelines.generation.engines.server_process import VllmServer
 from pipelines.generation.engines.vllm import VllmEngine
+from pipelines.generation.processes import VllmServer
 from schemas.ragged import IntArray
 from trainer import rl
 from trainer.batch import Batch

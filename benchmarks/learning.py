@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks.naive_rl import NaiveLoop
 from examples.addition import is_right
-from pipelines.generation.engines.server_process import VllmServer
+from pipelines.generation.processes import VllmServer
 from trainer import rl
 
 Curve = list[dict[str, Any]]

@@ -26,9 +26,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.synthetic import best_of, growing_trajectories, num_tokens
-from pipelines.merging.lineage import continued_rows
+from pipelines.merging.lineage import continued_rows, prefix_tree
 from pipelines.merging.merge import merge_table
-from pipelines.merging.prefix_tree import prefix_tree
 from rollout_io.dataset.prefix_layout import encode_prefixes
 from schemas import check
 

@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 
 from pipelines.generation.engines.base import Sampling
-from pipelines.generation.engines.server_process import VllmServer
 from pipelines.generation.engines.vllm import VllmEngine
+from pipelines.generation.processes import VllmServer
 from trainer.config.sections import ModelConfig
 from trainer.engine.nccl_sender import open_nccl_sender
 from trainer.models.lora import add_adapter, save_adapter

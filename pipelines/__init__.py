@@ -6,8 +6,9 @@ import rollout_io  # noqa: F401  (checks that no local file shadows `schemas`)
 from schemas.lazy import exports
 
 if TYPE_CHECKING:
-    from pipelines.drift_diagnosis.table import drift
-    from pipelines.filtering.filters import (
+    from pipelines.drift_diagnosis.diagnosis import drift
+    from pipelines.filtering import Filter, apply_filters, apply_masks, judge, keep_rows
+    from pipelines.filters import (
         best_of_group,
         duplicates,
         dynamic_sampling,
@@ -24,15 +25,11 @@ if TYPE_CHECKING:
         where,
         zero_variance,
     )
-    from pipelines.filtering.near_duplicates import near_duplicates
-    from pipelines.filtering.overlap import overlapping, overlaps
-    from pipelines.filtering.row_removal import keep_rows
-    from pipelines.filtering.verdicts import Filter, apply_filters, apply_masks, judge
-    from pipelines.generation.gym_generator import GymGenerator
-    from pipelines.generation.user_generator import (
+    from pipelines.generation.skyrl import (
         BatchMetadata,
         GeneratorInput,
         GeneratorInterface,
+        GymGenerator,
     )
     from pipelines.merging.merge import merge, merge_table, part_by_routes, unmerge, unmerge_table
     from pipelines.mixing import mix
@@ -42,6 +39,7 @@ if TYPE_CHECKING:
         place_token_rewards,
         trajectory_returns,
     )
+    from pipelines.similarity import near_duplicates, overlapping, overlaps
     from pipelines.statistics.metrics import dataset_metrics, pass_at_k
     from pipelines.statistics.savings import dataset_savings
     from pipelines.statistics.summary import dataset_statistics

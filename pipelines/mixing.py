@@ -9,9 +9,9 @@ from itertools import combinations
 import numpy as np
 import polars as pl
 
-from pipelines.filtering.filters import lot
+from pipelines.filters import lot
+from pipelines.frames import Frame, as_lazy, exact_column
 from pipelines.rewards import place_token_rewards
-from pipelines.tables import Frame, as_lazy, exact_column
 from schemas.columns import TASK
 from schemas.errors import ConfigError, InputError, InvariantError, count, first_of
 

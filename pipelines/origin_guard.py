@@ -28,7 +28,7 @@ from schemas.errors import InputError, RolloutError
 if TYPE_CHECKING:  # the functions below are also for commands that serve nothing
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from pipelines.http_app import Refuse
+    from pipelines.http_server import Refuse
 
 _AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::([0-9]{1,5}))?")
 _PORTS = {"http": 80, "https": 443}

@@ -1,4 +1,4 @@
-"""Place rewards on steps and tokens, and compute trajectory returns."""
+"""Place rewards on steps and tokens, also those of a reward version, and compute trajectory returns."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipelines.frames import Frame, as_lazy, set_column
 from pipelines.merging.segments import is_joined, segment_rewards
-from pipelines.tables import Frame, as_lazy, set_column
 from rollout_io.dataset.trajectory_facts import Fold, earned_reward, fold_return, has_segment
+from rollout_io.dataset.versions import REWARDS, read_current
 from schemas.errors import InputError, InvariantError
 from schemas.metadata import Outcome as Outcome
 from schemas.numpy_arrays import to_numpy
 from schemas.ragged import BoolArray, IntArray, Ragged, gather, list_lengths, offsets_of
-from schemas.types import as_table, without_views
+from schemas.types import as_table, with_absent, without_views
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -101,15 +102,17 @@ def place_rewards(frame: Frame) -> pl.LazyFrame:
         hint = "add it with place_outcomes(frame, outcomes)"
         raise InvariantError("columns_and_types", "table", "there is no column 'reward'", hint=hint)
 
-    def spread(table: pa.Table) -> pa.Array:
-        return place_rewards_table(table).column("rewards")
-
     names = ("response_ids", "reward", "segments")
-    return frame.with_columns(_over_rows(frame, names, spread, "rewards"))
+    return frame.with_columns(_over_rows(frame, names, placed_rewards, "rewards"))
 
 
 def place_rewards_table(table: pa.Table) -> pa.Table:
     """Apply `place_rewards` to an Arrow table that has a `reward` column."""
+    return set_column(table, "rewards", placed_rewards(table))
+
+
+def placed_rewards(table: pa.Table) -> pa.Array:
+    """[N] Return the per-token rewards of a table's rows: float64, null where `reward` is."""
     responses = Ragged.from_arrow(table.column("response_ids"))
     reward = table.column("reward")
     known = to_numpy(reward.is_valid()) & (responses.lengths > 0)
@@ -124,8 +127,7 @@ def place_rewards_table(table: pa.Table) -> pa.Table:
         values[ends[inside]] = earned[inside]
     lengths = np.where(known, responses.lengths, 0)
     kept = gather(values, responses.offsets[:-1], lengths)
-    column = Ragged(kept, offsets_of(lengths), known).to_arrow(pa.float64())
-    return set_column(table, "rewards", column)
+    return Ragged(kept, offsets_of(lengths), known).to_arrow(pa.float64())
 
 
 def place_token_rewards(frame: Frame, column: str = "rewards") -> pl.LazyFrame:
@@ -350,3 +352,35 @@ def _with_rewards(
 
 def _has(frame: pl.LazyFrame, name: str) -> bool:
     return name in frame.collect_schema()
+
+
+UNSCORED = "reward {}: "
+"""How the error of a trajectory begins that has no reward in the version of that name."""
+
+
+def with_version(frame: pl.LazyFrame, dataset: str, name: str) -> pl.LazyFrame:
+    """Replace the rewards of a dataset's rows by those of a version.
+
+    A trajectory that has no reward in the version becomes a failed one, with the version's error.
+
+    Args:
+        frame: Rows of the dataset.
+        dataset: Its path.
+        name: Name of the version.
+
+    Raises:
+        InputError: `reward_version`: there is no such version, or the dataset has trajectories that
+            it does not have.
+
+    Example:
+        >>> rows = with_version(scan("runs/shop"), "runs/shop", "strict")
+    """
+    scores = read_current(dataset, name, REWARDS, frame)
+    errors = scores.filter(pl.col("reward").is_null()).select(
+        "trajectory_id", unscored=pl.lit(UNSCORED.format(name)) + pl.col("error")
+    )
+    rows = with_absent(frame, ["error"]).join(
+        errors.lazy(), on="trajectory_id", how="left", maintain_order="left"
+    )
+    rows = rows.with_columns(error=pl.coalesce("error", "unscored")).drop("unscored")
+    return place_outcomes(rows, scores.select("trajectory_id", "reward"))

@@ -14,10 +14,10 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines.drift_diagnosis.readers import turns_of_ids
+from pipelines.drift_diagnosis.texts import turns_of_ids
+from pipelines.frames import Frame, over_tables
 from pipelines.merging.merge import unmerge_table
 from pipelines.merging.segments import is_joined
-from pipelines.tables import Frame, over_tables
 from rollout_io.dataset.prefix_layout import Tokens, common_prefix
 from rollout_io.dataset.trajectory_facts import TAGGED_CALL, has_failed, split_calls
 from rollout_io.retokenize.chat_template import REASONING_FIELDS
@@ -164,7 +164,6 @@ class _Lane:
         self._calls: dict[str, str] = {}
 
     def add(self, step: Mapping[str, Any]) -> None:
-        """Add the turns of a step."""
         messages = _messages(step)
         if messages is None and not any(len(step[name]) for name in _IDS):
             return  # the trajectory failed before its first call

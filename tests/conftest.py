@@ -173,7 +173,7 @@ def start_vllm(smollm2_dir, tmp_path_factory):
     In float32, which CPUs without bfloat16 instructions compute ten times as fast. With
     VLLM_ENABLE_V1_MULTIPROCESSING=0 the worker runs in the engine's process: one import of vLLM less.
     """
-    from pipelines.generation.engines.server_process import VllmServer
+    from pipelines.generation.processes import VllmServer
 
     python = ROOT / ".venv-vllm" / "bin" / "python"
     if not python.exists():

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 import pipelines
-from pipelines.tables import ROUTING
+from pipelines.frames import ROUTING
 from rollout_io.dataset.versions import row_digest
 from schemas.columns import COLUMN_BY_NAME, PICTURES
 from schemas.ragged import BoolArray, IntArray, Ragged, offsets_of

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pipelines.cli import outcome_option
 from rollout_io.cli.options import HintedUsageError, Number
 from rollout_io.cli.output import emit, emit_json, example, next_command, note
 from rollout_io.terminal import columns, four_digits, printable
@@ -32,12 +33,7 @@ _SHOWN = 5
 @click.argument("b", metavar="B", type=click.Path())
 @click.option("--reward-a", metavar="NAME", help="Reward version of A (`rollouts rescore`).")
 @click.option("--reward-b", metavar="NAME", help="Reward version of B.")
-@click.option(
-    "--outcome",
-    type=click.Choice(["last", "sum"]),
-    help="Return of a trajectory: its last step's reward, or the sum over its steps.  [default: "
-    "from each dataset, else last]",
-)
+@outcome_option
 @click.option(
     "--rate",
     type=Number(0, 1, min_open=True, max_open=True),
@@ -75,9 +71,8 @@ def diff(
     import polars as pl
 
     from pipelines.rescoring.finders import FINDERS
+    from pipelines.statistics.attempts import greedy_partings, with_findings
     from pipelines.statistics.differences import DIRECTIONS, PASSED, differences
-    from pipelines.statistics.findings import with_findings
-    from pipelines.statistics.parting import greedy_partings
 
     _refuse_runs(a, b)
     (first, lines_a), (second, lines_b) = (
@@ -132,9 +127,8 @@ def _attempts(
     """Return the rows of a dataset, and one line per trajectory."""
     import polars as pl
 
-    from pipelines.rescoring.versions import UNSCORED, with_version
-    from pipelines.statistics.attempts import attempts
-    from pipelines.statistics.parting import broken_prefixes
+    from pipelines.rewards import UNSCORED, with_version
+    from pipelines.statistics.attempts import attempts, broken_prefixes
     from rollout_io.cli.options import open_valid
     from rollout_io.dataset.trajectory_facts import dataset_outcome
 

@@ -54,9 +54,8 @@ def drift(
     if tokenizer is not None:
         tokenizer_directory(tokenizer)  # before slow imports
     keep_pandas_out_of_arrow()
-    from pipelines.drift_diagnosis.report import Report, render
-    from pipelines.drift_diagnosis.retokenized import TextReading
-    from pipelines.drift_diagnosis.table import diagnose_dataset
+    from pipelines.drift_diagnosis.diagnosis import Report, diagnose_dataset, render
+    from pipelines.drift_diagnosis.texts import TextReading
     from rollout_io.cli.options import open_valid
     from rollout_io.dataset.reader import read_metadata
     from rollout_io.retokenize import load_tokenizer

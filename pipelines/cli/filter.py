@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pipelines.cli import outcome_option
 from pipelines.cli.filter_rules import (
     MASKS,
     NUMBER,
@@ -34,7 +35,6 @@ EXAMPLES = example(
     "\n  rollouts filter shop/ --where \"return > 0 AND any(agent = 'main')\" --out wins/"
     "\n  rollouts filter math/ --mix code/ --share 0.7 --share 0.3 --out mixed/"
 )
-
 
 _SHOWN_OVERLAPS = 5
 
@@ -65,12 +65,7 @@ _SHOWN_OVERLAPS = 5
 )
 @layout_option
 @click.option("--prefix-names", is_flag=True, help="Prefix instance ids with the dataset's name.")
-@click.option(
-    "--outcome",
-    type=click.Choice(["last", "sum"]),
-    help="Return of a trajectory: its last step's reward, or the sum over its steps.  [default: "
-    "from the dataset, else last]",
-)
+@outcome_option
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def filter_(dataset: str, out: str | None, *, dry_run: bool, as_json: bool, **values: Any) -> None:
     """Select the trajectories to train on; mask the rest, or mix in other datasets.
@@ -124,15 +119,14 @@ class _Source:
 
     @classmethod
     def decide(cls, path: str, values: Options) -> _Source:
-        from pipelines.filtering.row_removal import keep_rows
-        from pipelines.filtering.verdicts import apply_filters, apply_masks
+        from pipelines.filtering import apply_filters, apply_masks, keep_rows
         from rollout_io.cli.options import open_valid
         from rollout_io.dataset.trajectory_facts import dataset_outcome
 
         frame, outcome = open_valid(path), dataset_outcome(path, values["outcome"])
         num_unscored = 0
         if values["reward"] is not None:
-            from pipelines.rescoring.versions import with_version
+            from pipelines.rewards import with_version
             from rollout_io.dataset.versions import read_version
 
             frame = with_version(frame, path, values["reward"])
@@ -189,7 +183,7 @@ class _Source:
 
 
 def _overlaps(dataset: str, frame: pl.LazyFrame, evaluation: str) -> pl.DataFrame:
-    from pipelines.filtering.overlap import overlaps
+    from pipelines.similarity import overlaps
     from rollout_io.dataset.opening import open_input
     from rollout_io.dataset.reader import read_metadata
     from rollout_io.retokenize.local import remembered_tokenizer

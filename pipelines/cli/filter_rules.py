@@ -13,7 +13,7 @@ from rollout_io.cli.options import HintedUsageError, Number
 if TYPE_CHECKING:
     import polars as pl
 
-    from pipelines.filtering.verdicts import Filter
+    from pipelines.filtering import Filter
 
 WHOLE, NUMBER = click.IntRange(min=0), Number()
 
@@ -26,7 +26,7 @@ class FilterOptions:
     """Options that are one filter.
 
     Args:
-        build: Returns the filters; called with `pipelines.filtering.filters` and the values of the
+        build: Returns the filters; called with `pipelines.filters` and the values of the
             options if one of them is passed.
         options: Names of options, with the settings of `click.option`.
     """
@@ -40,7 +40,7 @@ def _option(name: str, text: str, **settings: Any) -> Option:
 
 
 def _flag(name: str, text: str, function: str, *arguments: Any) -> FilterOptions:
-    """Return the rule of a flag that stands for a function of `pipelines.filtering.filters`."""
+    """Return the rule of a flag that stands for a function of `pipelines.filters`."""
     return FilterOptions(
         lambda filters, _: [getattr(filters, function)(*arguments)],
         _option(name, text, is_flag=True),
@@ -59,14 +59,14 @@ def _range(noun: str, kind: Any, text: str) -> FilterOptions:
 
 
 def _duplicates(filters: ModuleType, within: Any, similarity: float | None) -> list[Filter]:
-    from pipelines.filtering.near_duplicates import near_duplicates
+    from pipelines.similarity import near_duplicates
 
     exact = filters.duplicates(within)
     return [exact] if similarity is None else [exact, near_duplicates(similarity, within)]
 
 
 def _overlap(_: ModuleType, chosen: tuple[pl.DataFrame, str]) -> list[Filter]:
-    from pipelines.filtering.overlap import overlapping
+    from pipelines.similarity import overlapping
 
     return [overlapping(*chosen)]
 
@@ -168,7 +168,7 @@ def chosen_filters(values: Options, rules: Sequence[FilterOptions]) -> list[Filt
             path of the evaluation set; `where` has pairs of a condition and the dataset.
         rules: `RULES` or `MASKS`.
     """
-    from pipelines.filtering import filters
+    from pipelines import filters
 
     chosen: dict[str, Filter] = {}
     for rule in rules:

@@ -217,13 +217,12 @@ class _Status:
         self._last = (time.monotonic(), 0.0, 0.0)
 
     def show(self, recorder: Recorder) -> None:
-        """Redraw the status line."""
         if self._is_terminal and not is_quiet():
             redraw(self._text(recorder))
 
     def _text(self, recorder: Recorder) -> str:
         """Format the status line, with rates since the previous call."""
-        from pipelines.record.recorder_metrics import number
+        from pipelines.record.recorder import number
 
         metrics = recorder.metrics
         now_s, calls, tokens = time.monotonic(), number(metrics.calls), number(metrics.tokens)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pipelines.cli import outcome_option
 from rollout_io.cli.options import Number, dataset_argument, workers_of, workers_options
 from rollout_io.cli.output import emit, emit_json, emit_styled, example, note
 from rollout_io.terminal import columns, readable
 from schemas.errors import count
 
 if TYPE_CHECKING:
-    from pipelines.cli.stats_screen import Overview
     from pipelines.rewards import Outcome
     from pipelines.statistics.flops import ModelShape
     from pipelines.statistics.savings import Cost
@@ -40,12 +40,7 @@ _SECTIONS = {
     ),
 )
 @dataset_argument()
-@click.option(
-    "--outcome",
-    type=click.Choice(["last", "sum"]),
-    help="Return of a trajectory: its last step's reward, or the sum over its steps.  [default: "
-    "from the dataset, else last]",
-)
+@outcome_option
 @click.option(
     "--model",
     type=click.Path(),
@@ -93,19 +88,26 @@ def stats(
     shape = _model_shape(model, params)
     chosen = workers_of(workers, engine, dataset)
     if as_json or shows_all:
-        numbers = dataset_numbers(dataset, outcome, shape, chosen)
+        numbers = _dataset_numbers(dataset, outcome, shape, chosen)
         if as_json:
             emit_json(numbers)
         else:
-            emit(all_numbers(numbers))
+            emit(_all_numbers(numbers))
         return
     from pipelines.cli.diff import suspected
     from pipelines.cli.stats_screen import screen
-    from pipelines.statistics.findings import finding_numbers
+    from pipelines.statistics.attempts import finding_numbers
+    from pipelines.statistics.grouped import tools
+    from pipelines.statistics.savings import dataset_savings
+    from pipelines.statistics.summary import dataset_summary
+    from rollout_io.cli.options import open_valid
     from rollout_io.conversion.logged_notes import conversion_notes
     from rollout_io.dataset.checking import mixed_text
 
-    emit_styled(screen(_overview(dataset, outcome, shape, chosen)))
+    frame = open_valid(dataset, chosen)
+    summary = dataset_summary(dataset, outcome, chosen)
+    savings = _savings(dataset_savings(dataset, workers=chosen), shape)
+    emit_styled(screen(dataset, summary, savings, tools(frame).to_dicts()))
     for line in suspected(_suspicions(dataset, outcome)):
         emit(line)
     for line in _findings(finding_numbers(dataset)):
@@ -166,21 +168,6 @@ def _suspicions(dataset: str, outcome: Outcome | None) -> list[dict[str, Any]]:
     return differences(earlier, later).suspicions
 
 
-def _overview(
-    dataset: str, outcome: Outcome | None, shape: ModelShape | None, workers: Workers
-) -> Overview:
-    from pipelines.cli.stats_screen import Overview
-    from pipelines.statistics.grouped import tools
-    from pipelines.statistics.savings import dataset_savings
-    from pipelines.statistics.summary import dataset_summary
-    from rollout_io.cli.options import open_valid
-
-    frame = open_valid(dataset, workers)
-    summary = dataset_summary(dataset, outcome, workers)
-    savings = _savings(dataset_savings(dataset, workers=workers), shape)
-    return Overview.of(dataset, summary, savings, tools(frame).to_dicts())
-
-
 def _findings(numbers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for line in numbers:
         num, where = line["num_findings"], count(line["num_trajectories"] or 0, "trajectory")
@@ -188,11 +175,11 @@ def _findings(numbers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"findings {line['name']}: {line['problem'] or counted}"
 
 
-def dataset_numbers(
+def _dataset_numbers(
     dataset: str, outcome: Outcome | None, shape: ModelShape | None, workers: Workers | None = None
 ) -> dict[str, Any]:
     """Collect a dataset's statistics: `metrics` by unit and name, and `savings` by layout."""
-    from pipelines.statistics.findings import finding_numbers
+    from pipelines.statistics.attempts import finding_numbers
     from pipelines.statistics.grouped import tools
     from pipelines.statistics.metrics import read_metrics
     from pipelines.statistics.savings import dataset_savings
@@ -234,7 +221,7 @@ def _savings(costs: Mapping[str, Cost], shape: ModelShape | None) -> dict[str, d
     return table
 
 
-def all_numbers(numbers: Mapping[str, Any]) -> str:
+def _all_numbers(numbers: Mapping[str, Any]) -> str:
     """Format every number and metric by name, in sections."""
     sections = ("\n  ".join([title, *lines]) for title, lines in _sections(numbers))
     return "\n\n".join(sections) + "\n"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -13,13 +12,13 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from pipelines.statistics.distributions import (
+from pipelines.statistics.summary import (
     Distribution,
     Rewards,
+    Summary,
     length_distributions,
     reward_distribution,
 )
-from pipelines.statistics.summary import Summary
 from rollout_io.cli.output import wants_color
 from rollout_io.terminal import console, printable, readable
 from schemas.errors import count
@@ -32,40 +31,27 @@ _SHOWN_TOOLS = 12
 _LEVELS = "▁▂▃▄▅▆▇█"
 
 
-@dataclass(frozen=True, slots=True)
-class Overview:
-    """The statistics shown for one dataset."""
+def screen(
+    path: str,
+    summary: Summary,
+    savings: Mapping[str, Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+) -> str:
+    """Render the statistics of one dataset, in about 30 lines.
 
-    path: str
-    numbers: Mapping[str, Any]
-    lengths: Mapping[str, Distribution]
-    rewards: Rewards
-    savings: Mapping[str, Mapping[str, Any]]
-    tools: Sequence[Mapping[str, Any]]
-
-    @classmethod
-    def of(
-        cls,
-        path: str,
-        summary: Summary,
-        savings: Mapping[str, Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-    ) -> Overview:
-        """Build the overview of a dataset from its summary and the cost of each layout."""
-        lengths, rewards = length_distributions(summary), reward_distribution(summary)
-        return cls(path, summary.numbers, lengths, rewards, savings, tools)
-
-
-def screen(overview: Overview) -> str:
-    """Render the statistics of one dataset, in about 30 lines."""
-    numbers = overview.numbers
+    Args:
+        path: Path of the dataset.
+        summary: Its summary.
+        savings: Cost of each layout.
+        tools: Counts of each tool.
+    """
     return _rendered(
         [
-            *_section(_shown(overview.path), _counts(numbers)),
-            *_section("Lengths", _lengths(overview.lengths)),
-            *_section("Rewards", _rewards(overview.rewards, numbers)),
-            *(_section("Tools", _tools(overview.tools)) if overview.tools else ()),
-            *_section("Tokens that training forwards, by sequence_layout", _layouts(overview)),
+            *_section(_shown(path), _counts(summary.numbers)),
+            *_section("Lengths", _lengths(length_distributions(summary))),
+            *_section("Rewards", _rewards(reward_distribution(summary), summary.numbers)),
+            *(_section("Tools", _tools(tools)) if tools else ()),
+            *_section("Tokens that training forwards, by sequence_layout", _layouts(savings)),
         ]
     )
 
@@ -153,12 +139,12 @@ def _tools(tools: Sequence[Mapping[str, Any]]) -> Iterable[RenderableType]:
         yield Text(f"and {len(tools) - _SHOWN_TOOLS:,} more tools (--json)")
 
 
-def _layouts(overview: Overview) -> Iterable[RenderableType]:
-    has_flops = "training_flops" in overview.savings["step"]
+def _layouts(savings: Mapping[str, Mapping[str, Any]]) -> Iterable[RenderableType]:
+    has_flops = "training_flops" in savings["step"]
     flops = ("training FLOPs",) if has_flops else ()
     table = _table("layout", "sequences", "tokens", "of step", *flops, left=("",))
     for name, layout in LAYOUTS.items():
-        cost = overview.savings[name]
+        cost = savings[name]
         share = cost["relative_tokens"]
         cells = [readable(cost["num_sequences"]), readable(cost["num_tokens"]), _share(share)]
         cells += [f"{cost['training_flops']:.3g}"] if has_flops else []

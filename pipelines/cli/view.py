@@ -81,7 +81,7 @@ def view(
         from pipelines.view.api import Api
         from pipelines.view.app import Bundle, serve
         from pipelines.view.export import export
-        from pipelines.view.path_kinds import kind_of_path
+        from pipelines.view.paths import kind_of_path
         from pipelines.view.sources import Sources
 
     if sum(kind_of_path(path, log_format) != "table" for path in paths) > 2:

@@ -5,10 +5,15 @@ from typing import TYPE_CHECKING
 from schemas.lazy import exports
 
 if TYPE_CHECKING:
-    from pipelines.drift_diagnosis.causes import HINTS
-    from pipelines.drift_diagnosis.report import Report
-    from pipelines.drift_diagnosis.retokenized import TextReading
-    from pipelines.drift_diagnosis.table import Diagnosis, diagnose, diagnose_dataset, drift
+    from pipelines.drift_diagnosis.breaks import HINTS
+    from pipelines.drift_diagnosis.diagnosis import (
+        Diagnosis,
+        Report,
+        diagnose,
+        diagnose_dataset,
+        drift,
+    )
+    from pipelines.drift_diagnosis.texts import TextReading
 
 __all__ = ["HINTS", "Diagnosis", "Report", "TextReading", "diagnose", "diagnose_dataset", "drift"]
 

@@ -19,9 +19,8 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from pipelines.exporting.chats import COLUMNS, PICTURED, Messages, num_shown
 from pipelines.exporting.pairs import UNKNOWN, labelled, pairs, selected
-from pipelines.exporting.steps import Tokens, index_steps
+from pipelines.exporting.samples import COLUMNS, PICTURED, Messages, Tokens, index_steps, num_shown
 from pipelines.merging.merge import merge_table
 from pipelines.rewards import trajectory_returns
 from rollout_io.dataset.checking import checked_tables

@@ -56,7 +56,7 @@ def forks(steps: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def best_and_worst(steps: pl.DataFrame) -> pl.DataFrame:
+def _best_and_worst(steps: pl.DataFrame) -> pl.DataFrame:
     """Keep the steps of two attempts per group: the highest and the lowest return (ties: the first)."""
     scored = steps.filter(pl.col("return").is_not_null() & pl.col("return").is_finite())
     value, name = pl.col("return"), pl.col("trajectory_id")
@@ -80,7 +80,7 @@ def pairs(steps: pl.DataFrame, select: str) -> tuple[pl.DataFrame, pl.DataFrame]
         All forks, and those of them that give a pair.
     """
     if select == "best_worst":
-        candidates = forks(best_and_worst(steps))
+        candidates = forks(_best_and_worst(steps))
         places = [pl.col(side).struct.field("place") for side in ("chosen", "rejected")]
         place = pl.min_horizontal(places)  # rows are ordered by their last step
         is_first = place == place.min().over("instance_id")

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import importlib
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
@@ -31,14 +30,17 @@ from operator import attrgetter
 from types import ModuleType
 from typing import TYPE_CHECKING, Protocol
 
-from pipelines.generation.agents import AgentTrajectory, Client, find_agent
 from pipelines.generation.config import GenerateConfig
-from pipelines.generation.dataset import Finished, finished_of
-from pipelines.generation.engines.base import Engine
+from pipelines.generation.engines.base import ENDS_THE_RUN, Engine
 from pipelines.generation.environments import environment_class, environment_of, maker_of
-from pipelines.generation.tasks import Task
-from pipelines.generation.trajectory import ENDS_THE_RUN, GymTrajectory, apply_stop_rules
-from pipelines.generation.user_generator import OwnGenerator, TrainingPhase
+from pipelines.generation.tasks import Finished, Task, finished_of
+from pipelines.generation.trajectory import (
+    AgentTrajectory,
+    Client,
+    GymTrajectory,
+    apply_stop_rules,
+    find_agent,
+)
 from pipelines.harness.launchers import Endpoint, find_harness
 from rollout_io.dataset.blobs import Blobs
 from rollout_io.formats.base import Step
@@ -48,6 +50,7 @@ from schemas.extras import requires_extra
 from schemas.metadata import DatasetMetadata
 
 if TYPE_CHECKING:
+    from pipelines.generation.skyrl import OwnGenerator, TrainingPhase
     from pipelines.harness.recorded_calls import Calls
 
 Unit = Sequence[Task]
@@ -104,8 +107,11 @@ class Generator:
         endpoint = calls if isinstance(calls, Endpoint) else None
         self._calls = None if isinstance(calls, Endpoint) else calls
         self._harness = None if config.harness is None else find_harness(config.harness)
-        is_own = config.generator is not None
-        self._own = OwnGenerator(engine, tokenizer, config, phase, endpoint) if is_own else None
+        self._own: OwnGenerator | None = None
+        if config.generator is not None:
+            from pipelines.generation.skyrl import OwnGenerator  # it imports this module
+
+            self._own = OwnGenerator(engine, tokenizer, config, phase, endpoint)
         self._agent = None if config.agent is None else find_agent(config.agent)
         self._maker, self._pace = maker_of(config), Pace(config.trajectories_per_s)
 
@@ -117,7 +123,7 @@ class Generator:
                 cannot run a task; `extra_installed`: a required package is missing.
         """
         if self._harness is not None:
-            _module("recorded_calls")
+            _harness_calls()
             self._harness.check(tasks)
         elif self._agent is None and self._own is None:
             for name in {environment_of(task, self.config) for task in tasks}:
@@ -251,21 +257,20 @@ async def open_calls(
         ConfigError: `address`: there is no free port.
     """
     if config.generator is not None and (config.port or config.served_model_name):
-        async with _module("own_endpoint").open_endpoint(
-            config, engine, tokenizer, turn
-        ) as endpoint:
+        async with _harness_calls().open_endpoint(config, engine, tokenizer, turn) as endpoint:
             yield endpoint
         return
     if config.harness is None:
         yield None
         return
-    async with _module("recorded_calls").open_calls(config, engine, tokenizer, turn) as opened:
+    async with _harness_calls().open_calls(config, engine, tokenizer, turn) as opened:
         yield opened
 
 
-def _module(name: str) -> ModuleType:
+def _harness_calls() -> ModuleType:
     with requires_extra("generate,record", "harness"):
-        return importlib.import_module(f"pipelines.harness.{name}")
+        from pipelines.harness import recorded_calls
+    return recorded_calls
 
 
 class Pace:

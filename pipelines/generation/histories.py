@@ -114,13 +114,13 @@ def begin(
         InputError: `chat_template`: the template does not accept the prompt.
     """
     if history == "append":
-        return Appended(prompt, tokenizer, where, tools)
+        return _Appended(prompt, tokenizer, where, tools)
     if history == "one_message":
-        return OneMessage(prompt, tokenizer, where, tools)
-    return Rendered(prompt, tokenizer, where, tools)
+        return _OneMessage(prompt, tokenizer, where, tools)
+    return _Rendered(prompt, tokenizer, where, tools)
 
 
-class Rendered:
+class _Rendered:
     """Messages that are rendered again for every turn; tokens of earlier turns may change."""
 
     def __init__(
@@ -130,7 +130,6 @@ class Rendered:
         self.tokenizer, self.where, self.tools = tokenizer, where, tools
 
     def prompt_ids(self) -> list[int]:
-        """Implement `Conversation.prompt_ids`."""
         text = self.tokenizer.render(
             self.messages, self.tools, generation_prompt=True, where=self.where
         )
@@ -139,7 +138,6 @@ class Rendered:
     def extend(
         self, response_ids: list[int], text: str, replaced: str | None, observations: Messages
     ) -> list[int]:
-        """Implement `Conversation.extend`."""
         said = text if replaced is None else replaced
         self.messages.append({"role": "assistant", "content": said})
         self.messages += [dict(message) for message in observations]
@@ -149,7 +147,7 @@ class Rendered:
         return self.tokenizer.encode([text], [self.where])[0]
 
 
-class Appended(Rendered):
+class _Appended(_Rendered):
     """Tokens in, tokens out: the next prompt is the last prompt, its response, and observations.
 
     The steps of a trajectory therefore merge into one sequence, unless the environment replaces an
@@ -163,13 +161,11 @@ class Appended(Rendered):
         self.ids = super().prompt_ids()
 
     def prompt_ids(self) -> list[int]:
-        """Implement `Conversation.prompt_ids`."""
         return list(self.ids)
 
     def extend(
         self, response_ids: list[int], text: str, replaced: str | None, observations: Messages
     ) -> list[int]:
-        """Implement `Conversation.extend`."""
         super().extend(response_ids, text, replaced, observations)
         said = response_ids if replaced is None else self._encode(replaced)
         self.ids += said + observation_ids(
@@ -178,7 +174,7 @@ class Appended(Rendered):
         return response_ids
 
 
-class OneMessage(Appended):
+class _OneMessage(_Appended):
     """All turns in one assistant message, with observations as plain text inside it.
 
     If the message continues after a turn, the turn's final EOS is removed from the conversation and
@@ -188,8 +184,7 @@ class OneMessage(Appended):
     def extend(
         self, response_ids: list[int], text: str, replaced: str | None, observations: Messages
     ) -> list[int]:
-        """Implement `Conversation.extend`."""
-        Rendered.extend(self, response_ids, text, replaced, observations)
+        _Rendered.extend(self, response_ids, text, replaced, observations)
         kept, eos = list(response_ids), self.tokenizer.eos_token_id
         while kept and kept[-1] == eos:
             kept.pop()

@@ -83,7 +83,7 @@ def _picture(part: object, where: str) -> bytes | None:
 
 
 @lru_cache(maxsize=8)
-def placeholders_of(tokenizer: ChatTokenizer) -> frozenset[int]:
+def _placeholders_of(tokenizer: ChatTokenizer) -> frozenset[int]:
     """Return the ids that stand for parts of pictures; none if no picture can be shown."""
     try:
         return frozenset() if tokenizer.processor is None else tokenizer.processor.pads
@@ -132,7 +132,7 @@ class Pictures:
     ) -> None:
         self._loaded, self._store, self._where = tokenizer, store, where
         self._history = config.history
-        self._pads, self.by = placeholders_of(tokenizer), pictures_by(engine)
+        self._pads, self.by = _placeholders_of(tokenizer), pictures_by(engine)
         has = bool(self._pads)
         self.tokenizer = dataclasses.replace(tokenizer, expansions={}) if has else tokenizer
         self._by_mark: dict[str, _Shown] = {}

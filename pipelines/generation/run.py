@@ -1,31 +1,37 @@
-"""Run a complete generation: tasks in, dataset out, with resume and progress."""
+"""Run a complete generation: tasks in, complete groups out, with resume and progress."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
-from pipelines.generation.config import GenerateConfig
-from pipelines.generation.dataset import Finished, GroupWriter, missing_tasks
+from pipelines.generation.config import GenerateConfig, identity
 from pipelines.generation.engines.base import Engine
 from pipelines.generation.generator import Generator, open_calls
-from pipelines.generation.tasks import Task, read_tasks
+from pipelines.generation.tasks import Finished, Task, read_tasks, rows_of
 from rollout_io.dataset.blobs import Blobs
+from rollout_io.dataset.checking import validate
 from rollout_io.dataset.locking import destination, remove_leftovers
+from rollout_io.dataset.reader import read_metadata, scan
 from rollout_io.dataset.storage import Location
+from rollout_io.dataset.writer import RolloutWriter
 from rollout_io.retokenize.tokenizer import load_tokenizer
 from rollout_io.terminal import Bar, Pace
-from schemas.errors import count
-from schemas.metadata import Outcome
+from schemas.errors import ConfigError, count
+from schemas.metadata import DatasetMetadata, Outcome
 from schemas.ragged import list_lengths
 
 _LOGGER = logging.getLogger(__name__)
 OpenEngine = Callable[[GenerateConfig], Engine]
+
+VERB = "generate"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -119,6 +125,97 @@ async def _run(generator: Generator, tasks: Sequence[Task], result: GenerateResu
                 result.count(finished, config.outcome)
                 result.duration_s = time.monotonic() - began
                 told.show(result)
+
+
+def missing_tasks(tasks: Sequence[Task], config: GenerateConfig) -> list[Task]:
+    """List the tasks without a trajectory in `config.out`; failed trajectories are not repeated.
+
+    Raises:
+        ConfigError: `resume`: `config.out` is not a generated dataset, or was generated with
+            settings that lead to different trajectories.
+        InputError: `out_is_free`: `config.out` is a partitioned dataset.
+    """
+    location = Location.of(config.out)
+    location.refuse_partitions()
+    if not location.fs.exists(location.path) or not location.shards():
+        return list(tasks)
+    _check_same(config)
+    validate(config.out)
+    held = set(scan(config.out).select("trajectory_id").collect().to_series().to_list())
+    return [task for task in tasks if task.trajectory_id not in held]
+
+
+def _check_same(config: GenerateConfig) -> None:
+    history = read_metadata(config.out).made_by
+    made = history[-1] if history else {}
+    if made.get("verb") != VERB:
+        finding, hint = (
+            "the dataset was not created by `rollouts generate`",
+            "choose a different --out",
+        )
+        raise ConfigError("resume", config.out, finding, hint=hint)
+    before: dict[str, Any] = made.get("config", {})
+    now = identity(config)
+    different = [key for key in now if before.get(key) != now[key]]
+    if different:
+        finding = ", ".join(f"`{k}` was {before.get(k)!r} and is {now[k]!r}" for k in different)
+        hint = "choose a different --out, or restore the configuration"
+        message = f"{config.out}: cannot resume with different settings: {finding}"
+        raise ConfigError("resume", config.out, finding, hint=hint, message=message)
+
+
+class GroupWriter:
+    """Writes complete groups, several per shard; on exit, writes all other finished trajectories.
+
+    A shard is written completely or not at all, so no trajectory is ever written twice:
+    trajectories that an interrupted run did not write are generated again. On exit, even after an
+    error, the finished trajectories of incomplete groups are written too.
+
+    Args:
+        out: Dataset directory.
+        tasks: Expected tasks; a group is complete when all its tasks in this list have finished.
+        metadata: Metadata from the generator.
+        config: Provides `groups_per_shard`, and the settings to store in the metadata.
+    """
+
+    def __init__(
+        self, out: str, tasks: Sequence[Task], metadata: DatasetMetadata, config: GenerateConfig
+    ) -> None:
+        place = Location.of(out)  # absolute, because environments and agents may call os.chdir
+        self._out = place.path if place.is_local else os.fspath(out)
+        self._metadata = metadata.made(VERB, config=identity(config))
+        self._groups_per_shard = config.groups_per_shard
+        self._order = {task.trajectory_id: index for index, task in enumerate(tasks)}
+        self._missing = Counter(task.instance_id for task in tasks)
+        self._finished: dict[str, list[Finished]] = {}
+        self._complete: list[str] = []
+        self.num_shards = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._write(list(self._finished))
+
+    def add(self, finished: Finished) -> None:
+        """Add a trajectory; write a shard if enough groups are complete."""
+        name = finished.task.instance_id
+        self._finished.setdefault(name, []).append(finished)
+        self._missing[name] -= 1
+        if self._missing[name] == 0:
+            self._complete.append(name)
+        if len(self._complete) >= self._groups_per_shard:
+            self._write(self._complete)
+            self._complete = []
+
+    def _write(self, groups: Sequence[str]) -> None:
+        ended = [finished for name in groups for finished in self._finished.pop(name)]
+        if not ended:
+            return
+        ended.sort(key=lambda finished: self._order[finished.task.trajectory_id])
+        with RolloutWriter(self._out, metadata=self._metadata, append=True) as writer:
+            writer.write(rows_of(ended))
+        self.num_shards += 1
 
 
 class Progress(AbstractContextManager["Progress"]):

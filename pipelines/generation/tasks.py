@@ -1,4 +1,4 @@
-"""Read tasks for environments, agents and harnesses."""
+"""Tasks for environments, agents and harnesses, and the attempts at them that finished."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipelines.generation.user_code import encodable
+from rollout_io.conversion.rows import Settled, table_of
 from rollout_io.dataset.opening import read_input, refuse_irregular
+from rollout_io.formats.base import Step
 from rollout_io.retokenize.chat_template import normalize
-from schemas.errors import InputError
+from schemas.errors import InputError, RolloutError
 
 _OWN = ("prompt", "instance_id", "env_class")
 INSTRUCTION = "instruction.md"
@@ -124,9 +130,6 @@ def _directories(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     refuse_irregular(path)
     try:
         rows = pq.read_table(path).to_pylist()
@@ -177,3 +180,53 @@ def conversation(
         finding, expected = f"prompt {prompt!r:.60}", "a non-empty list of messages or text"
         raise InputError("tasks", where, finding, expected)
     return [read(message, f"{where}, message {i}") for i, message in enumerate(prompt)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finished:
+    """A trajectory that ended, successfully or not.
+
+    Attributes:
+        task: The task attempted.
+        rows: Rows of the rollout table; at least one.
+        rule: Rule id of the error; None if the trajectory succeeded, or if a generator reported its
+            failure.
+        warnings: Problems that do not affect the rows.
+    """
+
+    task: Task
+    rows: pa.Table
+    rule: str | None = None
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def error(self) -> str | None:
+        """Reason why the trajectory failed; None if it succeeded."""
+        has = "error" in self.rows.column_names
+        error: str | None = self.rows.column("error")[0].as_py() if has else None
+        return error
+
+
+def finished_of(
+    task: Task,
+    steps: Sequence[Step],
+    error: RolloutError | None = None,
+    warnings: Sequence[str] = (),
+) -> Finished:
+    """Build a trajectory from its steps; a failed one may have no steps and has unknown rewards."""
+    if error is not None:
+        for step in steps:
+            step.reward = None
+    settled = Settled(
+        instance_id=task.instance_id,
+        repetition_id=task.repetition_id,
+        steps=list(steps) or [Step(source=task.source)],
+        error=None if error is None else encodable(error.failure),
+    )
+    rule = None if error is None else error.rule
+    return Finished(task=task, rows=table_of([settled]), rule=rule, warnings=list(warnings))
+
+
+def rows_of(finished: Sequence[Finished]) -> pa.Table:
+    """Concatenate the rows of trajectories, in order."""
+    return pa.concat_tables([one.rows for one in finished], promote_options="default")

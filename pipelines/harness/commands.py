@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
-from pipelines.generation.process_groups import Watch, signal_group
+from pipelines.generation.processes import Watch, signal_group
 from pipelines.generation.user_code import encodable
 from pipelines.record.secrets import REDACTED, is_secret
 from schemas.errors import ConfigError, InputError

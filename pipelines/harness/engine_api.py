@@ -20,12 +20,11 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from pipelines.generation.config import GenerateConfig
-from pipelines.generation.engines.base import ENGINE_DOWN, Engine, Sampled, Sampling
+from pipelines.generation.engines.base import ENDS_THE_RUN, ENGINE_DOWN, Engine, Sampled, Sampling
+from pipelines.generation.engines.completions import sampling_fields
 from pipelines.generation.engines.http_pool import BROKEN, Limits
-from pipelines.generation.engines.request_fields import sampling_fields
 from pipelines.generation.engines.vllm import Model, VllmEngine
-from pipelines.generation.trajectory import ENDS_THE_RUN
-from pipelines.http_app import (
+from pipelines.http_server import (
     JSON,
     application,
     error_response,

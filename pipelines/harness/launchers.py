@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pipelines.generation.environments import as_number, resolve
-from pipelines.generation.process_groups import Watch
+from pipelines.generation.processes import Watch
 from pipelines.generation.tasks import Task
 from pipelines.generation.user_code import OwnThread, encodable, in_time, without_exit
 from pipelines.harness.commands import (

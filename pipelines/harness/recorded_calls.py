@@ -1,4 +1,6 @@
-"""Record harness calls during generation: each trajectory has its own base URL.
+"""Serve the engine during generation: to harnesses, whose calls are recorded, or a custom generator.
+
+Each trajectory of a harness has its own base URL:
 
     harness -> /s/TOKEN/0/v1 (here) -> engine's OpenAI API
                      |
@@ -29,11 +31,10 @@ from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from pipelines.generation.config import GenerateConfig
-from pipelines.generation.engines.base import ENGINE_DOWN, Engine
-from pipelines.generation.process_groups import Watch
+from pipelines.generation.engines.base import ENGINE_DOWN, Engine, WrappedEngine
+from pipelines.generation.processes import Watch
 from pipelines.generation.tasks import Task
 from pipelines.generation.trajectory import seed_of
-from pipelines.harness.addresses import answering_at
 from pipelines.harness.engine_api import (
     EngineApp,
     EngineGone,
@@ -43,7 +44,7 @@ from pipelines.harness.engine_api import (
     usual_fields,
 )
 from pipelines.harness.launchers import NO_KEY, Endpoint, Harness
-from pipelines.http_app import (
+from pipelines.http_server import (
     STATUS,
     Reply,
     WorkingResponse,
@@ -54,18 +55,25 @@ from pipelines.http_app import (
 from pipelines.origin_guard import is_loopback
 from pipelines.record.engine_requests import MODEL_APIS, Asked, Fields, Kind, ModelApi, read_request
 from pipelines.record.model_call import Call, ModelCalls
-from pipelines.record.recorder import Recorder, losses_of
-from pipelines.record.sessions import Session
+from pipelines.record.recorder import Recorder
+from pipelines.record.serving import answering_at
+from pipelines.record.sessions import (
+    Session,
+    agent_in,
+    api_key_of,
+    losses_of,
+    target_of,
+    without_key,
+)
 from pipelines.record.settings import RecordSettings
 from pipelines.record.shards import ended_of, settle
-from pipelines.record.spoken import (
+from pipelines.record.translation import (
     Received,
     count_tokens,
     last_event,
     received,
     refusal,
 )
-from pipelines.record.targets import agent_in, api_key_of, target_of, without_key
 from pipelines.record.upstreams import MODELS, Upstreams, engine_response, models_response
 from rollout_io.conversion.rewards import Outcome
 from rollout_io.formats.base import Step
@@ -343,6 +351,31 @@ async def open_calls(
             address = config.host, config.port
             calls.url = await serving.enter_async_context(answering_at(calls, *address))
             yield calls
+
+
+class _InTurn(WrappedEngine):
+    def __init__(self, engine: Engine, turn: Turn) -> None:
+        super().__init__(engine)
+        self._turn = turn
+
+    def turn(self) -> AbstractAsyncContextManager[None]:
+        return self._turn()
+
+
+@asynccontextmanager
+async def open_endpoint(
+    config: GenerateConfig, engine: Engine, tokenizer: ChatTokenizer, turn: Turn
+) -> AsyncIterator[Endpoint]:
+    """Serve the engine to a custom generator; the arguments are those of `open_calls`.
+
+    Raises:
+        ConfigError: `address`: the address cannot be bound.
+    """
+    name = config.served_model_name
+    usual = name or Path(config.model).name
+    app = EngineApp(_InTurn(engine, turn), tokenizer, usual, only=name)
+    async with answering_at(app, config.host, config.port) as url:
+        yield Endpoint(base_url=f"{url}/v1", model=usual)
 
 
 class HarnessTrajectory:

@@ -1,8 +1,10 @@
-"""Find which earlier step each step continues; the resulting chains are merged into sequences.
+"""Find which earlier step each step continues, by a prefix tree, and group the chains into sequences.
+
+The prefix tree has the earlier step with which each prompt shares its longest prefix.
 
 A step may continue an earlier step of its trajectory if its prompt starts with that step's prompt +
 response, token for token and picture for picture, and both agree in the columns that must not vary
-within a row (see `join_keys`). At most one step continues a given step: the earliest candidate.
+within a row (see `_join_keys`). At most one step continues a given step: the earliest candidate.
 
     consecutive   a step may continue only the step right before it, as in SkyRL's
                   merge_stepwise_output
@@ -18,22 +20,26 @@ index.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines.merging.prefix_tree import Ancestry, PrefixTree, prefix_tree
-from pipelines.tables import PER_TOKEN
-from rollout_io.dataset.prefix_layout import decode_prefixes, is_encoded
+from pipelines.frames import PER_TOKEN
+from rollout_io.dataset.prefix_layout import (
+    decode_prefixes,
+    find_parents,
+    is_encoded,
+    trajectory_starts,
+)
 from schemas.columns import COLUMN_BY_NAME
-from schemas.numpy_arrays import to_numpy
+from schemas.numpy_arrays import filled, to_numpy
 from schemas.pictures import identities
-from schemas.ragged import IntArray
+from schemas.ragged import BoolArray, IntArray, Ragged, list_lengths
 
 Rule: TypeAlias = Literal["lineage", "consecutive"]
-
 SAME_IN_A_SEQUENCE = ("token_source", "temperature", "top_p", "top_k", "sampling_extra", "error")
 SAME_NULLNESS = (
     *("reward", "rollout_expert_indices"),
@@ -61,7 +67,7 @@ def continued_rows(
         [-1, -1, -1]
     """
     tree = tree or prefix_tree(table)
-    keys = join_keys(table, tree)
+    keys = _join_keys(table, tree)
     # The longest shared prefixes decide most trajectories, in one pass and without reading tokens;
     # only the undecided trajectories are processed in Python.
     length = tree.prompt + tree.response
@@ -86,7 +92,7 @@ def continued_rows(
     return parent
 
 
-def join_keys(table: pa.Table, tree: PrefixTree) -> IntArray:
+def _join_keys(table: pa.Table, tree: PrefixTree) -> IntArray:
     """[N] Compute keys: only rows with equal keys may share a sequence; rows with -1 never do.
 
     A merged row has a single value in each column of `SAME_IN_A_SEQUENCE`, and a column of
@@ -231,3 +237,186 @@ def _ends(prompts: list[bytes], whole: list[bytes]) -> tuple[list[int], list[int
             path.append((tokens, end))
         last[tokens] = before if end < 0 else end
     return ends, [last[tokens] for tokens in prompts], above
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixTree:
+    """Parents and lengths (in tokens) of N rows.
+
+    Attributes:
+        starts: [T] first row of each trajectory.
+        start: [N] first row of the trajectory that each row belongs to.
+        parent: [N] the row, earlier in the trajectory, whose prompt + response shares the longest
+            prefix with this row's prompt (ties: the latest); -1 for a root.
+        shared: [N] number of tokens shared with the parent.
+        prompt: [N] number of prompt tokens.
+        response: [N] number of response tokens.
+    """
+
+    starts: IntArray
+    start: IntArray
+    parent: IntArray
+    shared: IntArray
+    prompt: IntArray
+    response: IntArray
+
+
+def prefix_tree(table: pa.Table) -> PrefixTree:
+    """Build the prefix tree of complete trajectories; in the `prefix` layout, no tokens are read.
+
+    Args:
+        table: Columns `trajectory_id`, `response_ids`, and `prompt_token_ids` or the columns of the
+            `prefix` layout; `pictures` if there is one.
+
+    Example:
+        Prompts [1, 2], [1, 2, 3, 9] and [1, 7], responses [3], [4] and [5]:
+
+        >>> tree = prefix_tree(table)
+        >>> tree.parent.tolist(), tree.shared.tolist()
+        ([-1, 0, 1], [0, 3, 1])
+    """
+    starts = trajectory_starts(table)
+    start = np.repeat(starts, np.diff(np.append(starts, table.num_rows)))
+    response = list_lengths(table.column("response_ids"))
+    if is_encoded(table):
+        parent = filled(table.column("parent_step_index"), -1).astype(np.int64)
+        shared = to_numpy(table.column("prefix_length")).astype(np.int64)
+        prompt = shared + list_lengths(table.column("prompt_suffix_ids"))
+    else:
+        parent, shared = find_parents(*identities(table), starts)
+        prompt = list_lengths(table.column("prompt_token_ids"))
+    parent = np.where(parent < 0, -1, start + parent)
+    return PrefixTree(starts, start, parent, shared, prompt, response)
+
+
+class Ancestry:
+    """Ancestors of a tree's rows, looked up for many rows at once in O(log rows) steps.
+
+    Attributes:
+        holder: [N] the ancestor that adds the last token shared by the row and its parent: the
+            nearest ancestor whose `shared` is smaller than the row's. A root is its own holder.
+        whole: [N] the longest ancestor whose entire prompt + response is a prefix of the row's
+            prompt; -1 if none. Follow `whole` from there to find shorter ones.
+    """
+
+    def __init__(self, tree: PrefixTree) -> None:
+        rows = np.arange(len(tree.parent))
+        self._length = tree.prompt + tree.response
+        # Binary lifting: level i jumps 2**i ancestors; `fewest` is the minimum of `shared` over them.
+        up, fewest = np.where(tree.parent < 0, rows, tree.parent), tree.shared
+        self._levels: list[tuple[IntArray, IntArray]] = []
+        while not self._levels or (self._levels[-1][0] != up).any():
+            self._levels.append((up, fewest))
+            up, fewest = up[up], np.minimum(fewest, fewest[up])
+        parent = self._levels[0][0]
+        self.holder = self._adding(parent, np.maximum(tree.shared - 1, 0))
+        above = self._adding(parent, tree.shared)
+        is_whole = (self._length[above] <= tree.shared) | (tree.parent < 0)
+        nearest_whole = followed(np.where(is_whole, rows, above))
+        self.whole = np.where(tree.parent < 0, -1, above)[nearest_whole]
+
+    def whole_within(self, rows: IntArray, num_tokens: IntArray) -> IntArray:
+        """[K] On each row's path to the root, find the longest step within a given prefix.
+
+        Args:
+            rows: [K] rows to start from.
+            num_tokens: [K] length of the prefix of the row's prompt + response, in tokens.
+
+        Returns:
+            [K] rows; -1 for none.
+        """
+        found = self._adding(rows, num_tokens)
+        return np.where(self._length[found] <= num_tokens, found, self.whole[found])
+
+    def _adding(self, rows: IntArray, num_tokens: IntArray) -> IntArray:
+        """[K] For each row, find the nearest ancestor that shares few tokens with its parent."""
+        for up, fewest in reversed(self._levels):
+            rows = np.where(fewest[rows] > num_tokens, up[rows], rows)
+        return rows
+
+
+def followed(to: IntArray) -> IntArray:
+    """[N] Follow pointers from each row to a row that points to itself: O(log N) passes."""
+    while not np.array_equal(further := to[to], to):
+        to = further
+    return to
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """N steps grouped into M sequences, in the order of their last steps.
+
+    Attributes:
+        order: [N] the steps, sequence by sequence.
+        first: [M] position in `order` of each sequence's first step.
+        head: [M] first step of each sequence.
+        last: [M] last step of each sequence.
+        of: [N] sequence of each step.
+        start: [N] start of the step's response in the response of its sequence.
+        known: [N] number of leading tokens of the step's prompt that earlier steps of its sequence
+            contain.
+    """
+
+    order: IntArray
+    first: IntArray
+    head: IntArray
+    last: IntArray
+    of: IntArray
+    start: IntArray
+    known: IntArray
+
+    @classmethod
+    def of_steps(cls, tree: PrefixTree, continued: IntArray) -> Sequences:
+        """Build sequences from the row that each row continues (see `continued_rows`).
+
+        Example:
+            >>> Sequences.of_steps(tree, np.array([-1, -1, 0])).order.tolist()
+            [1, 0, 2]
+        """
+        order, first = _ordered(continued)
+        count = np.diff(np.append(first, len(order)))
+        head, last = order[first], order[first + count - 1]
+        of = np.empty(len(order), np.int64)
+        of[order] = np.repeat(np.arange(len(first)), count)
+        length = tree.prompt + tree.response
+        # A step knows all of the step that it continues, which in turn begins with all that it continues.
+        num_known = np.where(continued < 0, 0, length[continued])
+        # A sequence's prompt is that of its first step; all after it is response, so a step's response starts
+        # where its prompt is longer than the first one.
+        start = tree.prompt - tree.prompt[head][of]
+        return cls(order, first, head, last, of, start, num_known)
+
+    @property
+    def count(self) -> IntArray:
+        """[M] Number of steps in each sequence."""
+        return np.diff(np.append(self.first, len(self.order)))
+
+    def joined(self, steps: Ragged) -> Ragged:
+        """[M] Concatenate the rows of each sequence's steps; null if its first step's row is null.
+
+        Args:
+            steps: [N] a row for each step.
+        """
+        if (self.order[1:] < self.order[:-1]).any():
+            steps = steps.take(self.order)
+        ends = np.append(self.first, len(self.order))
+        return Ragged(steps.values, steps.offsets[ends], steps.valid[self.first])
+
+    def interleaved(self, tree: PrefixTree) -> BoolArray:
+        """[M] True for every sequence of a trajectory whose sequences are interleaved."""
+        # Steps that moved are counted at the first row of their trajectory: one that moved marks them all.
+        moved = np.zeros(len(self.order), np.bool_)
+        moved[tree.start[self.order != np.arange(len(self.order))]] = True
+        return moved[tree.start[self.head]]
+
+
+def _ordered(continued: IntArray) -> tuple[IntArray, IntArray]:
+    rows = np.arange(len(continued))
+    # The last row of a chain (rows ascend, so the last one written wins) is where its sequence stands
+    # among the sequences; the sort is stable, so its steps stay in order.
+    root = followed(np.where(continued < 0, rows, continued))
+    last = np.zeros(len(rows), np.int64)
+    last[root] = rows
+    order = np.argsort(last[root], kind="stable")
+    starts = np.append(True, np.diff(last[root][order]) != 0)[: len(rows)]
+    return order, np.flatnonzero(starts)

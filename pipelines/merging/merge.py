@@ -15,12 +15,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines.merging.lineage import Rule, continued_rows
-from pipelines.merging.prefix_tree import PrefixTree, prefix_tree
-from pipelines.merging.routing import join_routing, routed_alike, split_routing
-from pipelines.merging.segments import Steps, is_joined, nest, step_columns, steps_of
-from pipelines.merging.sequences import Sequences
-from pipelines.tables import (
+from pipelines.frames import (
     PER_TOKEN,
     ROUTING,
     Frame,
@@ -29,7 +24,19 @@ from pipelines.tables import (
     rearranged,
     set_column,
 )
+from pipelines.merging.lineage import PrefixTree, Rule, Sequences, continued_rows, prefix_tree
+from pipelines.merging.segments import (
+    Steps,
+    is_joined,
+    join_routing,
+    nest,
+    routed_alike,
+    split_routing,
+    step_columns,
+    steps_of,
+)
 from rollout_io.dataset.prefix_layout import decode_prefixes, is_encoded, trajectory_starts
+from schemas.columns import JOINED
 from schemas.errors import InvariantError
 from schemas.numpy_arrays import filled, to_arrow, to_numpy
 from schemas.ragged import BoolArray, IntArray, Ragged, gather, offsets_of, zipped
@@ -357,3 +364,49 @@ def _in_step_order(out: pa.Table, table: pa.Table, joined: BoolArray) -> pa.Tabl
 def _ends(table: pa.Table) -> IntArray:
     """[T] Return the last row of each trajectory."""
     return np.append(trajectory_starts(table)[1:], table.num_rows) - 1
+
+
+VERSIONS = "policy_versions"
+
+
+def split_versions(table: pa.Table) -> pa.Table:
+    """Split each row into ranges of tokens that one version of the weights sampled.
+
+    A range becomes a row: its prompt is the row's prompt and the tokens before the range, and
+    `policy_version` is its version. Rows with `segments`, and rows of one version, are kept.
+
+    Args:
+        table: Complete trajectories, one row per step, in the `full` layout.
+    """
+    if VERSIONS not in table.column_names:
+        return table
+    column = Ragged.from_arrow(table.column(VERSIONS))
+    values = column.values
+    row = column.row_of(np.arange(len(values)))
+    begins = np.ones(len(values), np.bool_)
+    begins[1:] = (np.diff(values) != 0) | (np.diff(row) != 0)
+    first = np.flatnonzero(begins)
+    of = row[first]
+    counts = np.bincount(of, minlength=len(column.lengths))
+    if "segments" in table.column_names:
+        counts[to_numpy(table.column("segments").is_valid())] = 0
+    is_split = counts[of] > 1
+    if not is_split.any():
+        return table
+    length, first, of = (
+        np.diff(np.append(first, len(values)))[is_split],
+        first[is_split],
+        of[is_split],
+    )
+    counts = np.bincount(of, minlength=len(column.lengths))
+    fields = {
+        "start": to_arrow(first - column.offsets[of], pa.int32()),
+        "length": to_arrow(length, pa.int32()),
+        "step_index": table.column("step_index").take(to_arrow(of)).combine_chunks(),
+        JOINED: to_arrow(np.ones(len(of), np.bool_)),
+        "policy_version": to_arrow(values[first], pa.int32()),
+    }
+    flat = pa.StructArray.from_arrays(list(fields.values()), names=list(fields))
+    offsets = to_arrow(offsets_of(counts), pa.int32())
+    segments = pa.ListArray.from_arrays(offsets, flat, mask=to_arrow(counts == 0))
+    return unmerge_table(set_column(table, "segments", segments))

@@ -22,9 +22,12 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import re
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 from urllib.parse import unquote
 
 import msgspec
@@ -32,11 +35,11 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Router
+from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from pipelines.generation.engines.http_pool import BROKEN
-from pipelines.http_app import (
+from pipelines.http_server import (
     JSON,
     Reply,
     WorkingResponse,
@@ -48,16 +51,8 @@ from pipelines.http_app import (
 from pipelines.record.engine_requests import MODEL_APIS, ModelApi, read_request
 from pipelines.record.exact_prefix import ExactPrefix
 from pipelines.record.model_call import Call, ModelCalls
-from pipelines.record.openapi import OF_SESSION, Name, Operation, Repetition, description
-from pipelines.record.recorder import Recorder
-from pipelines.record.recorder_metrics import CONTENT_TYPE
-from pipelines.record.spoken import (
-    count_tokens,
-    last_event,
-    received,
-    refusal,
-)
-from pipelines.record.targets import (
+from pipelines.record.recorder import CONTENT_TYPE, Recorder
+from pipelines.record.sessions import (
     Target,
     agent_in,
     api_key_of,
@@ -68,11 +63,23 @@ from pipelines.record.targets import (
     target_of,
     without_key,
 )
+from pipelines.record.translation import count_tokens, last_event, received, refusal
 from pipelines.record.upstreams import MODELS, Upstreams, engine_response
 from pipelines.sampling_defaults import request_defaults
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.records import split_session
 from schemas.errors import EngineError, InputError, RolloutError
+
+_OF_SESSION = "/s/{instance}/{repetition}"
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+Repetition = Annotated[int, msgspec.Meta(ge=0, lt=10**9)]
+
+_IN_PATH: dict[str, Any] = {"instance": Name, "repetition": Repetition, "model": Name}
+_NAMED = re.compile(r"\{(\w+)\}")
+_REFUSAL = {
+    "description": "Rejected by the recorder or the engine: {error: {message, type, code}}.",
+    "content": {JSON: {"schema": {"type": "object"}}},
+}
 
 _SMALL_BYTES = 1 << 20
 
@@ -136,7 +143,7 @@ class App:
         self._defaults = request_defaults(recorder.settings.sampling_defaults)
         self._slots = asyncio.Semaphore(recorder.settings.max_concurrency)
         general, in_session = self._operations()
-        self._described = [*general, *in_session]
+        self._operations_shown = [*general, *in_session]
         self._in_session = Router([o.route for o in in_session], redirect_slashes=False)
         paths = [*(api.path for api in MODEL_APIS), MODELS, "/s/INSTANCE/REPETITION/v1/..."]
         self._app = application(
@@ -147,10 +154,10 @@ class App:
             hint="send other requests to the engine directly",
         )
 
-    def _operations(self) -> tuple[list[Operation], list[Operation]]:
+    def _operations(self) -> tuple[list[_Operation], list[_Operation]]:
         """Return the recorder's own operations, and those that may follow a session in the path."""
-        get, post = partial(Operation, "GET"), partial(Operation, "POST")
-        here, both, text = (OF_SESSION,), ("", OF_SESSION), ("text/plain",)
+        get, post = partial(_Operation, "GET"), partial(_Operation, "POST")
+        here, both, text = (_OF_SESSION,), ("", _OF_SESSION), ("text/plain",)
         calls = partial(post, media=(JSON, "text/event-stream"), prefixes=both)
         version = PolicyVersion
         general = [
@@ -322,7 +329,7 @@ class App:
         return Response(self.recorder.metrics.text(), headers={"content-type": CONTENT_TYPE})
 
     async def _openapi(self, _: Request) -> Response:
-        return json_response(description("rollouts record", self._described))
+        return json_response(_described("rollouts record", self._operations_shown))
 
 
 def _session_of(request: Request) -> str:
@@ -359,3 +366,82 @@ def _check_key(admin_key: str, target: Target, path: str) -> None:
 
 def _is_same(key: str, expected: str) -> bool:
     return hmac.compare_digest(key.encode(), expected.encode())
+
+
+@dataclass(frozen=True, slots=True)
+class _Operation:
+    """A route, and its entry in the description.
+
+    Attributes:
+        path: Path of the route, after the session if it has one, in Starlette's syntax.
+        body: Type of the request's body; None if it has none.
+        answer: Type of the response's body.
+        statuses: Statuses of a response that is no error.
+        media: Media types of the response.
+        prefixes: Where the route is described: at the root, in a session, or both.
+        shown: Path in the description, if it differs.
+    """
+
+    method: str
+    path: str
+    handle: Callable[[Request], Awaitable[Response]]
+    summary: str
+    body: Any = None
+    answer: Any = dict
+    statuses: Sequence[int] = (200,)
+    media: Sequence[str] = (JSON,)
+    prefixes: Sequence[str] = ("",)
+    shown: str | None = None
+
+    @property
+    def route(self) -> Route:
+        return Route(self.path, self.handle, methods=[self.method])
+
+    def shown_path(self, prefix: str) -> str:
+        """Return the path in the description, after a prefix."""
+        path = self.shown or self.path
+        return prefix + (path if path != "/" else "")
+
+
+def _described(title: str, operations: Sequence[_Operation]) -> dict[str, Any]:
+    """Return the OpenAPI 3.1 description of an API, generated from its operations and their types."""
+    types: list[Any] = [*_IN_PATH.values()]
+    types += [t for operation in operations for t in (operation.body, operation.answer) if t]
+    schemas, components = msgspec.json.schema_components(
+        types, ref_template="#/components/schemas/{name}"
+    )
+    schema_of = dict(zip(map(repr, types), schemas, strict=True))
+
+    def content(kind: Any, media: Iterable[str] = (JSON,)) -> dict[str, Any]:
+        return {name: {"schema": schema_of[repr(kind)]} for name in media}
+
+    def entry(operation: _Operation, prefix: str) -> dict[str, Any]:
+        answer = {
+            "description": "The response.",
+            "content": content(operation.answer, operation.media),
+        }
+        responses = {str(status): answer for status in operation.statuses}
+        described: dict[str, Any] = {
+            "summary": operation.summary,
+            "responses": responses | {"default": _REFUSAL},
+        }
+        if operation.body is not None:
+            described["requestBody"] = {"required": True, "content": content(operation.body)}
+        if named := _NAMED.findall(operation.shown_path(prefix)):
+            described["parameters"] = [
+                {"name": n, "in": "path", "required": True, "schema": schema_of[repr(_IN_PATH[n])]}
+                for n in named
+            ]
+        return described
+
+    paths: dict[str, Any] = {}
+    for operation in operations:
+        for prefix in operation.prefixes:
+            described = paths.setdefault(operation.shown_path(prefix), {})
+            described[operation.method.lower()] = entry(operation, prefix)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": title, "version": "1"},
+        "paths": paths,
+        "components": {"schemas": components},
+    }

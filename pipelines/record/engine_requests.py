@@ -8,13 +8,13 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
-from pipelines.generation.engines.request_fields import support_fields
-from pipelines.record.bounds import check_request, num_prompts
+from pipelines.generation.engines.completions import support_fields
 from pipelines.record.dialects.anthropic import MessagesCall, MessagesShape
 from pipelines.record.dialects.base import DialectCall, PlainMessage
 from pipelines.record.dialects.gemini import GeminiCall, GeminiShape
 from pipelines.record.dialects.responses import ResponsesCall, ResponsesShape
 from pipelines.record.secrets import without_secrets
+from pipelines.record.upstreams import check_request, num_prompts
 from rollout_io.formats.parsing.bodies import Sampling
 from schemas.metadata import LogprobsMode
 
@@ -212,8 +212,9 @@ def read_request(
         hidden |= _IDS
     if is_exact and _may_ask_logprobs(kind, fields):
         changed["logprobs"] = msgspec.Raw(b"true" if kind == "chat" else b"0")
-        asked = support_fields(_sampling(fields), logprobs_mode, is_chat=kind == "chat")
-        changed |= {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in asked.items()}
+        if logprobs_mode == "processed":  # else no settings need to be read
+            asked = support_fields(_sampling(fields), logprobs_mode, is_chat=kind == "chat")
+            changed |= {n: msgspec.Raw(msgspec.json.encode(value)) for n, value in asked.items()}
         hidden |= _LOGPROBS
     renamed = models is not None and value_of(fields, "model") == models[0]
     if models is not None and renamed:

@@ -6,13 +6,18 @@ import re
 from array import array
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import msgspec
+import numpy as np
 
-from pipelines.record.bounds import ANSWER_SIZE, MOST_EVENTS, check_shape, too_large
 from pipelines.record.engine_requests import NULL, Asked, Fields
+from pipelines.record.sessions import Seen
+from pipelines.record.upstreams import ANSWER_SIZE, MOST_EVENTS, check_shape, too_large
 from rollout_io.formats.parsing.bodies import Answer as LoggedAnswer
-from rollout_io.formats.parsing.bodies import Response
+from rollout_io.formats.parsing.bodies import Request, Response
+from rollout_io.formats.parsing.completions import read_choices, whole_response
+from rollout_io.formats.parsing.tokens import strict_ids
 from schemas.errors import EngineError
 
 LONG_BYTES = 128 << 10
@@ -247,6 +252,23 @@ def data_of(event: bytes) -> tuple[bytes, list[bytes]]:
     data = [line[len(_DATA) :] for line in lines if line.startswith(_DATA)]
     others = [line for line in lines if line and not line.startswith(_DATA)]
     return b"\n".join(data).strip(), others
+
+
+def seen_in(response: msgspec.Raw, where: str) -> Seen:
+    """Read the tokens of a recorded response.
+
+    Raises:
+        msgspec.MsgspecError: It is not a response.
+        InputError: Its tokens are unusable.
+    """
+    answer = whole_response(decoded(response), where)
+    steps = read_choices(answer, Request(), where)
+    prompt = _ids(steps[0].prompt_token_ids)
+    return Seen(answer, prompt, [_ids(step.response_ids) for step in steps])
+
+
+def _ids(ids: Any) -> Any:
+    return strict_ids(ids, "call", "call") if isinstance(ids, bytes) else np.asarray(ids)
 
 
 def decoded(response: msgspec.Raw) -> LoggedAnswer:

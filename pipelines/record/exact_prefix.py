@@ -8,25 +8,35 @@ and the response unmodified, and appends new messages, is sent as token ids:
 Clients send back what they parsed: arguments written anew, reasoning left out. A response is the same
 if it has the same text, apart from whitespace around it, and the same calls. The client receives the
 engine's text completion as a chat completion; if a call has tools, or the engine found reasoning,
-its parsers read the ids (`parsed_ids`). When in doubt (an edited response, a template that changes
+its parsers read the ids (`IdParser`). When in doubt (an edited response, a template that changes
 earlier messages, a chat-only field), the call is sent unchanged and counted by reason.
+
+vLLM has its parsers as a route with `--enable-scale-out`, so that nothing is tokenized again:
+
+    POST /v1/chat/completions/derender
+    {"generate_response": {"choices": [{"index": 0, "token_ids": [...], "finish_reason": "stop"}]},
+     "prompt_token_ids": [...], "chat_request": {...}}
+    {"choices": [{"message": {"content": ..., "reasoning": ..., "tool_calls": [...]}, ...}]}
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
+from pipelines.generation.engines.http_pool import BROKEN
 from pipelines.generation.histories import observation_ids
+from pipelines.http_server import JSON
 from pipelines.record.engine_requests import NULL, Asked, Fields, value_of
+from pipelines.record.engine_responses import Answer
 from pipelines.record.sessions import Seen, Session
+from pipelines.record.upstreams import Upstreams
 from rollout_io.formats.parsing.content import known
 from rollout_io.retokenize.chat_template import normalize
 from rollout_io.retokenize.tokenizer import ChatTokenizer
-from schemas.errors import InputError, RolloutError
+from schemas.errors import EngineError, InputError, RolloutError
 
 PATH = "/v1/completions"
 MOST_CONVERSATIONS = 8
@@ -48,6 +58,11 @@ _OPTIONAL = (b"null", b"false", b"[]", b"{}", b"0")
 _EMPTY: tuple[object, ...] = (None, [], {}, "")
 _ENDED = frozenset({"stop", "length", "tool_calls"})
 
+PARSE_PATH = "/v1/chat/completions/derender"
+_TAIL = 8  # ids of the prompt that parsers see, to decode the first token
+_OWN_FIELDS = ("logprobs", "top_logprobs", "return_token_ids", "stream", "stream_options")
+_PROBE = msgspec.Raw(b'[{"role":"user","content":"x"}]')
+
 
 class Conversation(NamedTuple):
     """A conversation that a later call may continue.
@@ -65,27 +80,20 @@ class Conversation(NamedTuple):
     is_plain: bool
 
 
-class Continued(NamedTuple):
-    """A text completion request that continues a conversation.
+class Sent(NamedTuple):
+    """What the engine is sent: as received, or a chat as a text completion of token ids.
 
     Attributes:
-        body: The request.
+        path: API path.
+        body: Body.
+        as_text: True if it is a chat that is sent as a text completion.
         is_parsed: True if the engine's parsers have to read the sampled ids.
     """
 
+    path: str
     body: bytes
-    is_parsed: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Unsure:
-    """The reason why a call is sent unchanged.
-
-    Attributes:
-        reason: Short label for metrics; `FIRST` if there is no conversation to continue.
-    """
-
-    reason: str
+    as_text: bool = False
+    is_parsed: bool = False
 
 
 class ExactPrefix:
@@ -116,7 +124,7 @@ class ExactPrefix:
         room: int | None,
         *,
         parses: bool,
-    ) -> Continued | Unsure:
+    ) -> Sent | str:
         """Build the text completion request that continues a conversation.
 
         Args:
@@ -127,33 +135,34 @@ class ExactPrefix:
             parses: True if the engines' parsers read ids.
 
         Returns:
-            The request; or `Unsure` if the call has to be sent unchanged.
+            The request; or, if the call has to be sent unchanged, the reason as a short label: `FIRST` if
+            there is no conversation to continue.
         """
         conversations = self._known.get(session.name, {}).get(agent, [])
         if not conversations:
-            return Unsure(FIRST)
+            return FIRST
         if (field := _chat_only(request.fields, parses=parses)) is not None:
-            return Unsure(f"field {field}")
+            return f"field {field}"
         try:
             messages = _plain(value_of(request.fields, "messages"))
             longest = _longest(conversations, _alike(messages))
             if longest is None:
-                return Unsure("another history")
-            is_parsed = not longest.is_plain or needs_parser(request)
+                return "another history"
+            is_parsed = not longest.is_plain or not _is_absent(request.fields, "tools")
             if is_parsed and (not parses or not _is_absent(request.fields, "stop")):
-                return Unsure("field stop" if parses else "reasoning")
+                return "field stop" if parses else "reasoning"
             ids = self._continued(longest, messages[len(longest.messages) :])
         except RolloutError as error:
-            return Unsure(error.rule)
+            return error.rule
         most = _limit(request.fields, None if room is None else room - len(ids))
         if most is None:
-            return Unsure("no room")
+            return "no room"
         carried = {k: v for k, v in request.sent.items() if k in _CARRIED}
         exact = {"prompt": ids, "max_tokens": most, "return_token_ids": True}
         exact["logprobs"] = value_of(request.sent, "top_logprobs") or 0  # ours: see `_chat_only`
         if is_parsed:
             carried = {k: v for k, v in carried.items() if k not in {"stream", "stream_options"}}
-        return Continued(msgspec.json.encode(carried | exact), is_parsed)
+        return Sent(PATH, msgspec.json.encode(carried | exact), as_text=True, is_parsed=is_parsed)
 
     def _continued(self, so_far: Conversation, new: Sequence[dict[str, Any]]) -> list[int]:
         if not new or any(message["role"] == "assistant" for message in new):
@@ -203,11 +212,6 @@ class ExactPrefix:
     def forget(self, session: Session) -> None:
         """Forget the conversations of a session that has ended."""
         self._known.pop(session.name, None)
-
-
-def needs_parser(request: Asked) -> bool:
-    """True if the response may hold more than text."""
-    return not _is_absent(request.fields, "tools")
 
 
 def _chat_only(fields: Fields, *, parses: bool) -> str | None:
@@ -288,3 +292,96 @@ def _answer_of(seen: Seen) -> dict[str, Any] | None:
     calls = msgspec.json.decode(message.tool_calls) or []
     thought = message.reasoning or message.reasoning_content
     return answer | known({"tool_calls": calls or None, "reasoning_content": thought or None})
+
+
+class _Derendered(msgspec.Struct):
+    choices: list[Fields] = []
+
+
+_DERENDERED = msgspec.json.Decoder(_Derendered)
+
+
+class IdParser:
+    """Parses ids by the engines.
+
+    Args:
+        upstreams: The engines.
+        eos: Id of the end-of-sequence token, which is no text; None if there is none.
+    """
+
+    def __init__(self, upstreams: Upstreams, eos: int | None) -> None:
+        self._upstreams, self._eos = upstreams, eos
+        self._works: bool | None = None
+
+    async def works(self, request: Asked, headers: Mapping[str, str]) -> bool:
+        """Return true if the engines parse ids; they are asked once, with a request of ours."""
+        if self._works is None:
+            sent = {"model": request.sent.get("model", NULL), "messages": _PROBE}
+            try:
+                self._works = await self._choice(sent, [0], [0], "length", headers) is not None
+            except EngineError:
+                return False
+        return self._works
+
+    async def merged(self, answer: Answer, request: Asked, headers: Mapping[str, str]) -> Answer:
+        """Return a text completion with the message that its ids are.
+
+        Raises:
+            EngineError: `engine_answer`: the engine does not parse the ids.
+        """
+        (sampled,) = answer.choices
+        ids: list[int] = value_of(sampled, "token_ids") or []
+        prompt: list[int] = value_of(sampled, "prompt_token_ids") or []
+        reason = value_of(sampled, "finish_reason")
+        shown = ids[:-1] if ids[-1:] == [self._eos] else ids
+        choice = await self._choice(request.sent, prompt[-_TAIL:], shown, reason, headers)
+        if choice is None:
+            raise EngineError(
+                "engine_answer", PARSE_PATH, "the engine did not parse the sampled ids"
+            )
+        message: Fields = msgspec.json.decode(choice["message"], type=Fields)
+        has_calls = bytes(message.get("tool_calls", NULL)) not in (b"null", b"[]")
+        finish = "tool_calls" if has_calls and reason == "stop" else reason
+        merged_choice = {k: v for k, v in sampled.items() if k != "text"}
+        merged_choice |= {
+            "message": choice["message"],
+            "finish_reason": msgspec.Raw(msgspec.json.encode(finish)),
+        }
+        return Answer(msgspec.json.encode(answer.fields | {"choices": [merged_choice]}))
+
+    async def _choice(
+        self,
+        sent: Fields,
+        prompt: Sequence[int],
+        ids: Sequence[int],
+        reason: str | None,
+        headers: Mapping[str, str],
+    ) -> Fields | None:
+        request = {k: v for k, v in sent.items() if k not in _OWN_FIELDS}
+        if "tools" in request:
+            request["skip_special_tokens"] = msgspec.Raw(b"false")  # marks of calls may be special
+        body: dict[str, Any] = {
+            "model": sent.get("model", NULL),
+            "generate_response": {
+                "choices": [{"index": 0, "token_ids": ids, "finish_reason": reason}]
+            },
+            "prompt_token_ids": prompt,
+            "chat_request": request,
+        }
+        sent_headers = {**headers, "content-type": JSON}
+        opened = self._upstreams.answer(
+            "POST", PARSE_PATH, msgspec.json.encode(body), sent_headers, None
+        )
+        async with opened as response:
+            try:
+                content = await self._upstreams.whole(response)
+            except BROKEN as error:
+                finding = f"the connection broke ({type(error).__name__})"
+                raise EngineError("engine_down", PARSE_PATH, finding) from None
+            if response.status != 200:
+                return None
+        try:
+            choices = _DERENDERED.decode(content).choices
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None
+        return choices[0] if choices and "message" in choices[0] else None

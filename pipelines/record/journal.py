@@ -17,14 +17,14 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
-from rollout_io.conversion.rewards import Outcome, parse_outcome
+from pipelines.record.sessions import Session
+from rollout_io.conversion.rewards import parse_outcome
 from rollout_io.dataset.filesystems import sync
 from rollout_io.formats.base import Input, Place, Rejected, Run
 from rollout_io.formats.calls import find_sessions
@@ -39,25 +39,6 @@ _FILES: tuple[File, ...] = ("calls", "rewards", "lost", "written")
 _RECORD = msgspec.json.Decoder(dict[str, Any])
 _NUMBER = re.compile(r"[0-9]{5}|[1-9][0-9]{5,}")
 _TIME = re.compile(rb'"time":([0-9.]+)')
-
-
-@dataclass(kw_only=True, slots=True)
-class Recovered:
-    """State of a session left behind by an earlier recorder.
-
-    Attributes:
-        folder: Number of the session's folder.
-        places: Locations of its calls in the log.
-        outcome: Its outcome; None if it is still open.
-        num_unrecorded: Number of calls missing from the log.
-        num_lost: Number of missing calls that could not be written.
-    """
-
-    folder: int
-    places: list[Place] = field(default_factory=list)
-    outcome: Outcome | None = None
-    num_unrecorded: int = 0
-    num_lost: int = 0
 
 
 class _Entry(NamedTuple):
@@ -90,12 +71,12 @@ class Journal:
         self.last_time_s = 0.0
         self.folder = 0
 
-    def recover(self) -> dict[str, Recovered]:
+    def recover(self) -> dict[str, Session]:
         """Load the sessions of an earlier recorder, except sessions known to be in a shard.
 
         An incomplete last line is removed; its write was never confirmed to a client.
         """
-        sessions: dict[str, Recovered] = {}
+        sessions: dict[str, Session] = {}
         self._refuse_links()
         for gone in self._root.glob("*.done"):
             if _NUMBER.fullmatch(gone.stem):
@@ -116,8 +97,8 @@ class Journal:
             if path.is_symlink():
                 raise InputError("journal", str(path), "a symbolic link", "a file", "remove it")
 
-    def _sessions(self, number: int) -> Iterator[tuple[str, Recovered]]:
-        sessions: dict[str, Recovered] = {}
+    def _sessions(self, number: int) -> Iterator[tuple[str, Session]]:
+        sessions: dict[str, Session] = {}
         path = self._path(number, "calls")
         inputs = [Input(str(path), path)] if path.exists() else []
         for item in find_sessions(inputs, lambda _: None):
@@ -127,14 +108,15 @@ class Journal:
                 name = f"{item.instance_id}/{item.repetition_id}"
                 # Named as by `_write_all`: a repeated rejection must be the same line.
                 places = [replace(p, where=f"{path.name}@{p.offset}") for p in item.places]
-                sessions[name] = Recovered(folder=number, places=places)
+                sessions[name] = Session(name=name, folder=number, places=places)
         for record in self._records(number, "rewards"):
             (instance, repetition), outcome = parse_outcome(record, str(path))
             name = f"{instance}/{repetition}"
-            sessions.setdefault(name, Recovered(folder=number)).outcome = outcome
+            sessions.setdefault(name, Session(name=name, folder=number)).outcome = outcome
         for record in self._records(number, "lost"):
-            recovered = sessions.setdefault(record["session"], Recovered(folder=number))
-            recovered.num_unrecorded, recovered.num_lost = record["unrecorded"], record["lost"]
+            name, losses = record["session"], (record["unrecorded"], record["lost"])
+            session = sessions.setdefault(name, Session(name=name, folder=number))
+            session.num_unrecorded, session.num_lost = session.losses_kept = losses
         yield from sessions.items()
 
     def _records(self, number: int, name: File) -> Iterator[dict[str, Any]]:

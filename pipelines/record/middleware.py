@@ -28,7 +28,7 @@ from urllib.parse import unquote
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipelines.generation.engines.http_pool import Limits
-from pipelines.http_app import message_of
+from pipelines.http_server import message_of
 from pipelines.record.serving import guarded_app, new_recorder
 from pipelines.record.settings import RecordSettings
 from pipelines.record.upstreams import Answered, Upstreams

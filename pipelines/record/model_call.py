@@ -17,21 +17,19 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from pipelines.generation.engines.http_pool import BROKEN
-from pipelines.http_app import JSON, Reply
-from pipelines.record.bounds import REFUSED_ANSWERS
+from pipelines.http_server import JSON, Reply
 from pipelines.record.engine_requests import Asked
 from pipelines.record.engine_responses import Answer, Events, StreamedCall, Unread
-from pipelines.record.exact_prefix import FIRST, PATH, ExactPrefix, Unsure
-from pipelines.record.parsed_ids import IdParser
+from pipelines.record.exact_prefix import FIRST, ExactPrefix, IdParser, Sent
 from pipelines.record.recorder import Recorder
 from pipelines.record.sessions import Seen, Session
-from pipelines.record.spoken import Received, Speaker, engine_error, engine_message, with_type
-from pipelines.record.upstreams import Answered, Upstreams, passed_on, version_of
+from pipelines.record.translation import Received, Speaker, engine_error, engine_message, with_type
+from pipelines.record.upstreams import REFUSED_ANSWERS, Answered, Upstreams, passed_on, version_of
 from rollout_io.formats.dialects.responses import ENCRYPTED_THOUGHTS
 from schemas.errors import EngineError, RolloutError
 from schemas.excerpts import cleaned
@@ -66,15 +64,6 @@ class Call:
     reply: Reply
     about: dict[str, Any] = field(default_factory=dict)
     is_recorded: bool = False
-
-
-class _Sent(NamedTuple):
-    """What the engine is sent: as received, or a chat as a text completion of token ids."""
-
-    path: str
-    body: bytes
-    as_text: bool = False
-    is_parsed: bool = False
 
 
 class ModelCalls:
@@ -140,9 +129,9 @@ class ModelCalls:
             await tell_end()
             self._count(call, seen)
 
-    async def _choose(self, call: Call) -> _Sent:
+    async def _choose(self, call: Call) -> Sent:
         """Choose the body: token ids if the conversation can be continued, else the client's."""
-        asked, exact, unchanged = call.asked, self.exact, _Sent(call.received.path, call.asked.body)
+        asked, exact, unchanged = call.asked, self.exact, Sent(call.received.path, call.asked.body)
         if exact is None or self._parser is None or asked.kind != "chat" or not asked.is_exact:
             return unchanged
         session, agent = call.session, call.agent
@@ -150,17 +139,17 @@ class ModelCalls:
         is_known = exact.knows(session, agent)
         parses = is_known and await self._parser.works(asked, call.received.headers)
         continued = exact.body(session, agent, asked, room, parses=parses)
-        if isinstance(continued, Unsure):
-            session.num_fallbacks += continued.reason != FIRST
-            label, sent = continued.reason, unchanged
+        if isinstance(continued, Sent):
+            label, sent = "tokens", continued
         else:
-            label, sent = "tokens", _Sent(PATH, continued.body, True, continued.is_parsed)
+            session.num_fallbacks += continued != FIRST
+            label, sent = continued, unchanged
         call.about["sent"] = label
         kind = "field" if label.startswith("field ") else label  # bounds the number of label values
         self.recorder.metrics.exact_prefix.labels(sent=kind).inc()
         return sent
 
-    async def _answer(self, call: Call, sent: _Sent, response: Answered) -> Ending | None:
+    async def _answer(self, call: Call, sent: Sent, response: Answered) -> Ending | None:
         """Read a body by its content: some engines and gateways send a wrong content type."""
         parts = self.upstreams.parts(response)
         head = b""

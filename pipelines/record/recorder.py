@@ -13,29 +13,34 @@ from pathlib import Path
 from typing import Any, Self
 
 import msgspec
-import numpy as np
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from pipelines.record.engine_requests import Fields
-from pipelines.record.engine_responses import LONG_BYTES, decoded
-from pipelines.record.journal import Journal, Recovered
-from pipelines.record.recorder_metrics import Metrics
+from pipelines.record.engine_responses import LONG_BYTES, seen_in
+from pipelines.record.journal import Journal
 from pipelines.record.redaction import Redaction
-from pipelines.record.sessions import ABANDONED, UNASSIGNED, Seen, Session, Sessions
+from pipelines.record.sessions import (
+    ABANDONED,
+    UNASSIGNED,
+    Seen,
+    Session,
+    Sessions,
+    check_same,
+    losses_of,
+)
 from pipelines.record.settings import RecordSettings
-from pipelines.record.shards import MOST_A_SHARD, NO_CALLS, Shards, cut, ended_of, lock_dataset
-from rollout_io.conversion.rewards import Outcome, parse_outcome
+from pipelines.record.shards import MOST_A_SHARD, Shards, cut, ended_of, lock_dataset
+from rollout_io.conversion.rewards import parse_outcome
 from rollout_io.dataset.filesystems import replace_text
-from rollout_io.formats.parsing.bodies import Request
-from rollout_io.formats.parsing.completions import read_choices, whole_response
-from rollout_io.formats.parsing.tokens import strict_ids
-from schemas.errors import InputError, RolloutError, count
+from schemas.errors import InputError, RolloutError
 from schemas.excerpts import cleaning
 from schemas.metadata import DatasetMetadata
 
 _LOG = logging.getLogger(__name__)
 _TICK_S = 0.25
-_LOST = "calls_lost:"
-_LOSSES = frozenset({"unrecorded_calls", "exact_prefix_fallbacks", "encrypted_thoughts"})
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 
 class Recorder:
@@ -143,9 +148,9 @@ class Recorder:
         if await asyncio.to_thread(clean, names) != names:
             self.warn("session_name", "some from before contain a secret: run `rollouts redact`")
         self._last_time_s = self.journal.last_time_s
-        for name, earlier in recovered.items():
+        for name, session in recovered.items():
             if not self.sessions.is_written(name):
-                self.sessions.add(_session_of(name, earlier))
+                self.sessions.add(session)
         if self.policy_version is None:
             self.policy_version = _read_version(self._version_path)
         for session in list(self.sessions):
@@ -228,8 +233,8 @@ class Recorder:
         where = f"session {session.name}"
         try:
             if memoryview(response).nbytes > LONG_BYTES:
-                return await asyncio.to_thread(_read, response, where)
-            return _read(response, where)
+                return await asyncio.to_thread(seen_in, response, where)
+            return seen_in(response, where)
         except (RolloutError, msgspec.MsgspecError) as error:
             text = f"its session will be marked as failed: {error}"
             self.warn("a call has no usable tokens", text)
@@ -263,10 +268,10 @@ class Recorder:
         outcome = parse_outcome(record, f"session {name}")[1]
         if session is None and self.sessions.is_written(name):
             stored = await asyncio.to_thread(self._shards.outcome_of, name)
-            _check_same(name, outcome, stored)
+            check_same(name, outcome, stored)
             return Session(name=name, folder=self.journal.folder, outcome=stored)
         if session is not None and session.outcome is not None:
-            _check_same(name, outcome, session.outcome)
+            check_same(name, outcome, session.outcome)
             if session.ending is not None:
                 await asyncio.shield(session.ending)
             return session
@@ -373,71 +378,11 @@ class Recorder:
         await asyncio.to_thread(replace_text, self._version_path, json.dumps(version))
 
 
-def _check_same(name: str, reported: Outcome, stored: Outcome | None) -> None:
-    """Check that an ended session ended with the outcome that a client now reports."""
-    if stored is None or not _is_same(reported, stored):
-        error = stored.error if stored else None
-        finding = "the session has already ended with a different outcome"
-        finding += f": error {error!r}" if error else ""
-        raise InputError(
-            "session_ended", name, finding, hint="use a new repetition for the next run"
-        )
-
-
-def _is_same(reported: Outcome, stored: Outcome) -> bool:
-    """True if what a client said gave an outcome, to which the recorder may have added losses."""
-    metrics = {k: v for k, v in stored.metrics.items() if k in reported.metrics or k not in _LOSSES}
-    is_ours = reported.error is None and (stored.error or "").startswith((_LOST, NO_CALLS))
-    error = None if is_ours else stored.error
-    if stored.user_values not in ({}, reported.user_values):
-        return False
-    return (reported.reward, reported.error, reported.metrics) == (stored.reward, error, metrics)
-
-
 def text_of(error: Exception) -> str:
     """Return an error as a sentence."""
     if isinstance(error, RolloutError):
         return str(error)
     return f"{type(error).__name__}: {' '.join(str(error).split())}."
-
-
-def losses_of(session: Session | None, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the outcome fields that report a session's missing calls."""
-    losses: dict[str, Any] = {}
-    if session is not None and session.num_unrecorded:
-        losses["unrecorded_calls"] = session.num_unrecorded
-    if session is not None and session.num_fallbacks:
-        losses["exact_prefix_fallbacks"] = session.num_fallbacks
-    if session is not None and session.num_hidden_thoughts:
-        losses["encrypted_thoughts"] = session.num_hidden_thoughts
-    if session is not None and session.num_lost and not fields.get("error"):
-        losses["error"] = f"{_LOST} {count(session.num_lost, 'call')} could not be written"
-    if session is not None and not session.places and session.refusal and not fields.get("error"):
-        losses["error"] = f"{NO_CALLS}; the last answer was an error: {session.refusal}"
-    return losses
-
-
-def _read(response: msgspec.Raw, where: str) -> Seen:
-    answer = whole_response(decoded(response), where)
-    steps = read_choices(answer, Request(), where)
-    prompt = _ids(steps[0].prompt_token_ids)
-    return Seen(answer, prompt, [_ids(step.response_ids) for step in steps])
-
-
-def _ids(ids: Any) -> Any:
-    return strict_ids(ids, "call", "call") if isinstance(ids, bytes) else np.asarray(ids)
-
-
-def _session_of(name: str, recovered: Recovered) -> Session:
-    return Session(
-        name=name,
-        folder=recovered.folder,
-        places=recovered.places,
-        outcome=recovered.outcome,
-        num_unrecorded=recovered.num_unrecorded,
-        num_lost=recovered.num_lost,
-        losses_kept=(recovered.num_unrecorded, recovered.num_lost),
-    )
 
 
 def _read_version(path: Path) -> int | None:
@@ -446,3 +391,48 @@ def _read_version(path: Path) -> int | None:
     except (OSError, ValueError):
         return None
     return version if isinstance(version, int) else None
+
+
+class Metrics:
+    """Counters, gauges and histograms of one recorder."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.calls = self._counter("calls", "Calls that were recorded.")
+        self.tokens = self._counter("tokens", "Tokens sampled in recorded calls.")
+        self.drifts = self._counter("drifts", "Calls that did not continue the previous call.")
+        self.cut_off = self._counter("cut_off", "Calls whose stream was cut off.")
+        self.unrecorded = self._counter("unrecorded", "Calls that were served but not recorded.")
+        self.refused = self._counter("refused", "Requests rejected with 4xx or 5xx.")
+        self.retries = self._counter("retries", "Retries of calls to an engine.")
+        self.written = self._counter("trajectories", "Trajectories written to shards.")
+        self.exact_prefix = Counter(
+            "rollouts_record_exact_prefix",
+            "Chat calls by how they were sent.",
+            ["sent"],
+            registry=self.registry,
+        )
+        self.open = self._gauge("open_sessions", "Sessions that have not ended.")
+        self.waiting = self._gauge("ended_sessions", "Ended sessions that are not in a shard yet.")
+        self.under_way = self._gauge("calls_under_way", "Calls in progress.")
+        self.first_token = Histogram(
+            "rollouts_record_first_byte_seconds",
+            "Time from a request to the first byte of its response.",
+            buckets=_BUCKETS,
+            registry=self.registry,
+        )
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"rollouts_record_{name}", text, registry=self.registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"rollouts_record_{name}", text, registry=self.registry)
+
+    def text(self) -> bytes:
+        """Export all metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+def number(metric: Counter | Gauge) -> float:
+    """Read the value of a counter or gauge."""
+    return float(next(iter(next(iter(metric.collect())).samples)).value)

@@ -1,4 +1,4 @@
-"""Serve a recorder until it is stopped."""
+"""Serve a recorder until it is stopped, or any application at an address of this machine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -26,11 +27,12 @@ from schemas.metadata import DatasetMetadata
 with requires_extra("record", "rollouts record"):
     import uvicorn
     from starlette.responses import Response
+    from starlette.types import ASGIApp
 
     from pipelines.http_server import answering, listen
     from pipelines.origin_guard import Guard
     from pipelines.record.app import App
-    from pipelines.record.spoken import refusal
+    from pipelines.record.translation import refusal
     from pipelines.record.upstreams import Upstreams
 
 from pipelines.generation.engines.http_pool import Limits
@@ -39,6 +41,7 @@ _ATTEMPTS, _TIMEOUT_S, _BACKOFF_S, _STOP_S = 5, 3600.0, 0.2, 600
 _STATUS_S = 1.0
 _CONNECT_S = 3.0
 _SWITCH_S = 0.0005
+_LOOPBACK, _WILDCARDS, _ENDPOINT_STOP_S = "127.0.0.1", ("0.0.0.0", "::"), 5
 _LOG = logging.getLogger(__name__)
 
 
@@ -79,8 +82,7 @@ async def serving(
             directory is not local or not writable.
     """
     with listen(host, port) as listener:
-        shown = f"[{host}]" if ":" in host else host
-        url = f"http://{shown}:{listener.getsockname()[1]}"
+        url = _url(host, listener)
         recorder, exact = new_recorder(settings, tell)
         upstreams = Upstreams(
             settings.upstreams,
@@ -205,3 +207,39 @@ def guarded_app(
 
     app = App(recorder, upstreams, url, exact)
     return Guard(app, host, refuse, recorder.settings.allowed_hosts)
+
+
+@asynccontextmanager
+async def answering_at(app: ASGIApp, host: str = _LOOPBACK, port: int = 0) -> AsyncIterator[str]:
+    """Serve an application at an address; yield its root URL, as clients reach it.
+
+    Args:
+        app: The application.
+        host: Address to listen on; for a wildcard (0.0.0.0, ::), the URL has the address of the
+            interface with the default route.
+        port: Port; 0 picks a free one.
+
+    Raises:
+        ConfigError: `address`: the address cannot be bound.
+    """
+    host = host.strip("[]")
+    with listen(host, port) as listener:
+        async with answering(Guard(app, host, refusal), listener, stop_s=_ENDPOINT_STOP_S):
+            name = _own_address(listener.family) if host in _WILDCARDS else host
+            yield _url(name, listener)
+
+
+def _url(host: str, listener: socket.socket) -> str:
+    shown = f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{listener.getsockname()[1]}"
+
+
+def _own_address(family: int) -> str:
+    """Return this machine's address on its default route, else loopback; nothing is sent."""
+    is_v6 = family == socket.AF_INET6
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("2001:db8::1" if is_v6 else "192.0.2.1", 9))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "::1" if is_v6 else _LOOPBACK

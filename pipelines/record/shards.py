@@ -21,7 +21,7 @@ from pipelines.record.redaction import (
     rewrite_shard,
     without_known,
 )
-from pipelines.record.sessions import Session, trajectory_id
+from pipelines.record.sessions import NO_CALLS, Session, trajectory_id
 from rollout_io.conversion import rejections
 from rollout_io.conversion.chunk import Reader, Settings, sound, tabulated
 from rollout_io.conversion.rewards import Key, Outcome
@@ -47,7 +47,6 @@ from schemas.errors import InputError, RolloutError
 from schemas.excerpts import cleaning
 from schemas.metadata import DatasetMetadata, LogprobsMode
 
-NO_CALLS = "no_calls: the session ended without a recorded call"
 VERB = "record"
 MOST_A_SHARD, SHARD_BYTES = 1024, 64 << 20
 _LOCK_WAIT_S = 5.0  # a recorder that is stopping still writes its last shard

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
-from pipelines.filtering.filters import RAN_OUT_OF_TOKENS
+from pipelines.filters import RAN_OUT_OF_TOKENS
 from pipelines.rescoring.attempts import Attempt, Finding
 
 LEAST_REPEATS = 3

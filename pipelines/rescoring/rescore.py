@@ -17,8 +17,7 @@ import polars as pl
 
 from pipelines.generation.environments import environment_class, resolve
 from pipelines.rescoring.attempts import Attempt, attempts
-from pipelines.rescoring.scorers import RULE, Score, Scorer, scores
-from pipelines.rescoring.sources import source_digests
+from pipelines.rescoring.scorers import RULE, Score, Scorer, scores, source_digests
 from rollout_io.dataset.locking import lock
 from rollout_io.dataset.opening import read_input
 from rollout_io.dataset.reader import read_metadata, scan
@@ -137,11 +136,11 @@ def rescore(
         num_resumed=num_resumed,
         num_retried=num_retried,
         errors=dict(reasons.rows()),
-        findings=labels_of(table) if has_findings else None,
+        findings=_labels_of(table) if has_findings else None,
     )
 
 
-def labels_of(version: pl.DataFrame) -> dict[str, int]:
+def _labels_of(version: pl.DataFrame) -> dict[str, int]:
     """Count the findings of each label, the most frequent first."""
     findings = version["findings"].drop_nulls().explode(empty_as_null=False)
     counts = findings.struct.field("label").value_counts(sort=True)

@@ -1,17 +1,32 @@
-"""Numbers of each trajectory by which two datasets are compared."""
+"""Numbers of each trajectory by which two datasets are compared, of its findings, and where two part.
+
+Two attempts part at the first sampled token at which they differ.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from pipelines.filtering.regions import MULTIPLIER, regions, sequence_hashes
-from pipelines.filtering.verdicts import STEPS
+from pipelines.filtering import STEPS
+from pipelines.frames import Frame, as_lazy
 from pipelines.merging.segments import sampled_lengths
 from pipelines.rewards import Outcome
+from pipelines.similarity import MULTIPLIER, regions, sequence_hashes
 from pipelines.statistics.metrics import trajectories
-from pipelines.tables import Frame, as_lazy
+from rollout_io.dataset.prefix_layout import (
+    Tokens,
+    common_prefix,
+    encode_prefixes,
+    is_encoded,
+    trajectory_starts,
+)
+from rollout_io.dataset.reader import iter_tables, scan
+from rollout_io.dataset.storage import PathLike
 from rollout_io.dataset.trajectory_conditions import task_of
 from rollout_io.dataset.trajectory_facts import (
     CALLED,
@@ -20,8 +35,11 @@ from rollout_io.dataset.trajectory_facts import (
     joined_steps,
     tool_calls,
 )
-from schemas.columns import TASK
-from schemas.ragged import Ragged, offsets_of, ranges
+from rollout_io.dataset.versions import FINDINGS, read_current, read_version, version_names
+from schemas.columns import JOINED, PICTURES, TASK
+from schemas.errors import InputError
+from schemas.numpy_arrays import filled, to_numpy
+from schemas.ragged import Ragged, list_lengths, offsets_of, ranges
 from schemas.types import as_table, with_absent
 
 MOST_NAMES = 8
@@ -29,6 +47,9 @@ MOST_NAMES = 8
 
 _NGRAM = 4
 _MOST_HASH = 1 << 40  # sums over a trajectory's rows stay below 2^64
+
+MOST_TASKS = 200
+"""Maximum number of tasks whose attempts `greedy_partings` compares."""
 
 
 def attempts(frame: Frame, outcome: Outcome = "last") -> pl.DataFrame:
@@ -169,3 +190,215 @@ def with_names(first: pl.DataFrame, second: pl.DataFrame) -> tuple[pl.DataFrame,
 def _frequent(names: list[pl.Series]) -> list[str]:
     counts = pl.concat(names).drop_nulls().value_counts(sort=True)
     return sorted(counts[counts.columns[0]].head(MOST_NAMES))
+
+
+def _exploded(dataset: str, name: str) -> pl.DataFrame:
+    """Return a line per finding of a version: trajectory_id, name and the finding's fields."""
+    values = read_current(dataset, name, FINDINGS).drop_nulls("findings")
+    lines = values.select("trajectory_id", pl.lit(name).alias("name"), "findings")
+    return lines.explode("findings", empty_as_null=False).unnest("findings")
+
+
+def finding_numbers(dataset: str) -> list[dict[str, Any]]:
+    """Count a dataset's findings by version and label, and the trajectories that have them.
+
+    Returns:
+        name, label, num_findings, num_trajectories, problem: null, or why a version cannot be used.
+        A version that found nothing has one line, without a label.
+    """
+    numbers: list[dict[str, Any]] = []
+    for name in version_names(dataset, FINDINGS):
+        empty = {"name": name, "label": None, "num_findings": 0, "num_trajectories": 0}
+        unknown = {"name": name, "label": None, "num_findings": None, "num_trajectories": None}
+        try:
+            findings = _exploded(dataset, name)
+        except InputError as error:
+            numbers.append(unknown | {"problem": str(error)})
+            continue
+        values, _ = read_version(dataset, name, FINDINGS)
+        if len(values) and values["findings"].null_count() == len(values):
+            numbers.append(unknown | {"problem": "the function failed for every trajectory"})
+            continue
+        counts = findings.group_by("name", "label").agg(
+            num_findings=pl.len(), num_trajectories=pl.col("trajectory_id").n_unique()
+        )
+        lines = counts.sort("num_findings", "label", descending=[True, False]).to_dicts()
+        numbers += [line | {"problem": None} for line in lines or [empty]]
+    return numbers
+
+
+def with_findings(
+    a: str, b: str, lines_a: pl.DataFrame, lines_b: pl.DataFrame
+) -> tuple[pl.DataFrame, pl.DataFrame, list[str]]:
+    """Add the numbers of findings that both datasets have, to one line per attempt.
+
+    Args:
+        a: Path of a dataset.
+        b: The other one.
+        lines_a: Its attempts (`pipelines.statistics.attempts.attempts`).
+        lines_b: Those of the other one.
+
+    Returns:
+        Both with a column per label, such as `findings loops` or `findings judge/rude`, null where
+        the finder failed; and the versions that different functions made, which are left out.
+
+    Raises:
+        InputError: `reward_version`: a dataset has changed since.
+    """
+    tables, others = [lines_a, lines_b], []
+    for name in sorted({*version_names(a, FINDINGS)} & {*version_names(b, FINDINGS)}):
+        how = [read_version(path, name, FINDINGS)[1] for path in (a, b)]
+        if any(how[0].get(key) != how[1].get(key) for key in ("function", "sources")):
+            others.append(name)
+            continue
+        values = [read_current(path, name, FINDINGS) for path in (a, b)]
+        labels = pl.concat(values)["findings"].drop_nulls().explode(empty_as_null=False)
+        for label in labels.struct.field("label").unique().sort():
+            title = f"findings {name}" if label == name else f"findings {name}/{label}"
+            number = pl.col("findings").list.eval(pl.element().struct.field("label") == label)
+            for side, side_values in enumerate(values):
+                counted = side_values.select(
+                    "trajectory_id", number.list.sum().cast(pl.Float64).alias(title)
+                )
+                tables[side] = tables[side].join(
+                    counted, on="trajectory_id", how="left", maintain_order="left"
+                )
+    return tables[0], tables[1], others
+
+
+class SampledRange(NamedTuple):
+    """Sampled tokens of a row.
+
+    Attributes:
+        row: The row.
+        place: Position of the first token in the row's prompt + response.
+        tokens: The ids.
+    """
+
+    row: int
+    place: int
+    tokens: Tokens
+
+
+Sampled = list[SampledRange]
+Segments = list[dict[str, Any]] | None
+
+
+def greedy_partings(a: pl.LazyFrame, b: pl.LazyFrame) -> pl.DataFrame:
+    """Find where greedy attempts at the same task begin to differ.
+
+    Greedy are attempts of which all rows were sampled at temperature 0; of each task, the first one
+    on each side is compared, for up to 200 tasks.
+
+    Returns:
+        One line per task: instance_id, trajectory_a, trajectory_b, row (index in the trajectory of
+        B) and token (position in that row's prompt + response); both null if all sampled tokens of
+        B are those of A.
+    """
+    first, second = (_greedy(one) for one in (a, b))
+    lines = []
+    for instance in list(first)[:MOST_TASKS]:
+        if instance in second:
+            (name, rows), (other, other_rows) = first[instance], second[instance]
+            found = parting(rows, other_rows) or {}
+            lines.append((instance, name, other, found.get("row"), found.get("token")))
+    schema = {"instance_id": pl.String, "trajectory_a": pl.String, "trajectory_b": pl.String}
+    return pl.DataFrame(lines, {**schema, "row": pl.Int64, "token": pl.Int64}, orient="row")
+
+
+def _greedy(frame: pl.LazyFrame) -> dict[str, tuple[str, Sampled]]:
+    """Return the first greedy attempt at each of the first tasks that have one, sorted by id."""
+    frame = with_absent(as_lazy(frame), ["temperature", "segments", TASK])
+    frame = frame.with_columns(task_of.alias("instance_id"))
+    ids = (
+        frame.group_by("instance_id", "trajectory_id")
+        .agg((pl.col("temperature") == 0).all() & pl.col("temperature").is_not_null().all())
+        .filter("temperature")
+        .sort("instance_id", "trajectory_id")
+        .unique("instance_id", keep="first", maintain_order=True)
+        .head(MOST_TASKS)
+        .collect(engine="streaming")
+    )
+    rows = frame.filter(pl.col("trajectory_id").is_in(ids["trajectory_id"].implode())).select(
+        *("instance_id", "trajectory_id", "response_ids", "segments"),
+        num_prompt=pl.col("prompt_token_ids").list.len(),
+    )
+    found: dict[str, tuple[str, list[tuple[int, Tokens, Segments]]]] = {}
+    for instance, name, ids_of_row, segments, num_prompt in rows.collect().iter_rows():
+        response = np.array(ids_of_row, np.int32)
+        found.setdefault(instance, (name, []))[1].append((num_prompt, response, segments))
+    return {task: (name, sampled_ranges(own)) for task, (name, own) in sorted(found.items())}
+
+
+def broken_prefixes(dataset: PathLike) -> pl.DataFrame:
+    """Count the rows that share only a part of the earlier row that they share most with (drift).
+
+    Returns:
+        Columns trajectory_id and `broken prefixes`.
+    """
+    parts = []
+    present = scan(dataset).collect_schema()
+    names = ["trajectory_id", "prompt_token_ids", "response_ids"]
+    names += [PICTURES] if PICTURES in present else []
+    for piece in iter_tables(dataset, names, decode=False):
+        table = piece if is_encoded(piece) else encode_prefixes(piece)
+        starts = trajectory_starts(table)
+        parent = filled(table.column("parent_step_index"), -1).astype(np.int64)
+        shared = to_numpy(table.column("prefix_length")).astype(np.int64)
+        lengths = [list_lengths(table.column(n)) for n in ("prompt_suffix_ids", "response_ids")]
+        whole = shared + lengths[0] + lengths[1]
+        first = np.repeat(starts, np.diff(starts, append=table.num_rows))
+        is_broken = (parent >= 0) & (shared < whole[first + np.maximum(parent, 0)])
+        ids = pl.DataFrame({"trajectory_id": pl.Series(table.column("trajectory_id"))})
+        counted = ids.with_columns(pl.Series("broken prefixes", is_broken))
+        parts.append(counted.group_by("trajectory_id", maintain_order=True).agg(pl.all().sum()))
+    return pl.concat(parts)
+
+
+def sampled_ranges(rows: Iterable[tuple[int, Tokens, Segments]]) -> Sampled:
+    """List the sampled ranges of a trajectory in the order of its steps.
+
+    Args:
+        rows: For each row: number of prompt tokens, response ids, and `segments`; None: the entire
+            response was sampled.
+    """
+    found: list[tuple[int | None, SampledRange]] = []
+    for row, (num_prompt, response, segments) in enumerate(rows):
+        for segment in [{"start": 0, "length": len(response)}] if segments is None else segments:
+            start, step = segment["start"], segment["step_index"] if segment.get(JOINED) else None
+            tokens = response[start : start + segment["length"]]
+            found.append((step, SampledRange(row, num_prompt + start, tokens)))
+    if all(step is not None for step, _ in found):  # merged rows may interleave
+        found.sort(key=lambda one: one[0] or 0)
+    return [one for _, one in found]
+
+
+def parting(first: Sampled, other: Sampled) -> dict[str, int | None] | None:
+    """Find the first sampled token at which `other` differs from `first`.
+
+    Their sampled tokens are compared as two sequences, so merging rows changes no result.
+
+    Returns:
+        `row` in `other`, and `token`, counted from the start of the row's prompt; `first_row` and
+        `first_token`: the place of the other token in `first`, None if `first` ended before. None
+        if the sampled tokens of `other` are a prefix of those of `first`.
+    """
+    wanted = np.concatenate([one.tokens for one in first]) if first else np.zeros(0, np.int32)
+    at = 0
+    for row, place, tokens in other:
+        common = common_prefix(wanted[at : at + len(tokens)], tokens)
+        at += common
+        if common < len(tokens):
+            first_row, first_token = _place_of(first, at)
+            found = {"first_row": first_row, "first_token": first_token}
+            return {"row": row, "token": place + common, **found}
+    return None
+
+
+def _place_of(ranges: Sampled, at: int) -> tuple[int, int] | tuple[None, None]:
+    """Return the row and place of a sampled token; (None, None) beyond the last."""
+    for row, place, tokens in ranges:
+        if at < len(tokens):
+            return row, place + at
+        at -= len(tokens)
+    return None, None

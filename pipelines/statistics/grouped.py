@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import polars as pl
 
+from pipelines.frames import Frame, as_lazy, exact_column
 from pipelines.rewards import Outcome, are_equal, fold_trajectories
-from pipelines.tables import Frame, as_lazy, exact_column
 from rollout_io.dataset.trajectory_conditions import TRAJECTORY_COLUMNS, task_of, trajectory_columns
 from rollout_io.dataset.trajectory_facts import CALLED, count_results, tool_calls
 from schemas.columns import TASK

@@ -12,9 +12,9 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipelines.frames import Frame, as_lazy
 from pipelines.merging.segments import Steps, is_joined, step_columns, steps_of
 from pipelines.rewards import Outcome, is_above, mean_of, trajectory_returns
-from pipelines.tables import Frame, as_lazy
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.reader import pieces, scan
 from rollout_io.dataset.storage import PathLike

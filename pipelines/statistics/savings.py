@@ -21,9 +21,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines.merging.lineage import SAME_IN_A_SEQUENCE, SAME_NULLNESS, continued_rows
+from pipelines.merging.lineage import (
+    SAME_IN_A_SEQUENCE,
+    SAME_NULLNESS,
+    PrefixTree,
+    continued_rows,
+    prefix_tree,
+)
 from pipelines.merging.merge import unmerge_table
-from pipelines.merging.prefix_tree import PrefixTree, prefix_tree
 from pipelines.merging.segments import is_joined
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.prefix_layout import (

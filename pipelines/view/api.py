@@ -13,21 +13,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
-from pipelines.http_app import read_body
-from pipelines.view import (
-    attempts,
-    row_tables,
-    row_tokens,
-    run_files,
-    table,
-    update_records,
-)
-from pipelines.view.conversation import conversation
+from pipelines.http_server import read_body
+from pipelines.view import run_files, runs, table, tokens, trajectories
+from pipelines.view.annotations import spans, top_shares
 from pipelines.view.dataset import Dataset, write_labels
-from pipelines.view.prefix_icicle import tree
 from pipelines.view.responses import JSON, json_response
 from pipelines.view.runs import Run
-from pipelines.view.search import search
 from pipelines.view.sources import Sources
 from schemas.errors import InputError
 
@@ -162,14 +153,14 @@ class Api:
         return json_response(run_files.read_metrics(self.sources.run(query.text("run")).path))
 
     def _update(self, query: Query) -> Response:
-        return update_records.update_rows(
+        return runs.update_rows(
             self.sources, self.sources.run(query.text("run")), query.number("update")
         )
 
     def _targets(self, query: Query) -> Response:
         limit = query.number("limit", _DEFAULT_TARGETS)
         run = self.sources.run(query.text("run"))
-        return update_records.update_targets(self.sources, run, query.number("update"), limit)
+        return runs.update_targets(self.sources, run, query.number("update"), limit)
 
     def _trajectories(self, query: Query) -> Response:
         return table.window(
@@ -190,15 +181,17 @@ class Api:
 
     def _group(self, query: Query) -> Response:
         dataset = self.sources.dataset(query.text("dataset"))
-        return json_response(attempts.group(dataset, query.text("instance_id"), *self._of(query)))
+        return json_response(
+            trajectories.group(dataset, query.text("instance_id"), *self._of(query))
+        )
 
     def _tasks(self, query: Query) -> Response:
         lines = self.sources.dataset(query.text("dataset")).index.trajectories
-        return json_response(attempts.tasks(lines, query.number("limit", _DEFAULT_LIMIT)))
+        return json_response(trajectories.tasks(lines, query.number("limit", _DEFAULT_LIMIT)))
 
     def _task(self, query: Query) -> Response:
         dataset = self.sources.dataset(query.text("dataset"))
-        return json_response(attempts.text(dataset, query.text("instance_id")))
+        return json_response(trajectories.text(dataset, query.text("instance_id")))
 
     def _recorded(self, query: Query) -> Response:
         """For each run, list the updates that recorded a task or, if requested, one of its rows."""
@@ -209,10 +202,11 @@ class Api:
             instance_id = dataset.index.trajectories["instance_id"][at]
         else:
             instance_id = query.text("instance_id")
-        runs = self.sources.runs.items()
-        return json_response(
-            {name: run.recorded_updates(dataset, instance_id, row) for name, run in runs}
-        )
+        recorded = {
+            name: run.recorded_updates(dataset, instance_id, row)
+            for name, run in self.sources.runs.items()
+        }
+        return json_response(recorded)
 
     def _tree(self, query: Query) -> Response:
         dataset = self.sources.dataset(query.text("dataset"))
@@ -220,11 +214,11 @@ class Api:
             numbers = [dataset.index.number(query.text("trajectory_id"))]
         else:
             numbers = dataset.index.group(query.text("instance_id")).tolist()
-        return json_response(tree(dataset, numbers, *self._of(query)))
+        return json_response(tokens.tree(dataset, numbers, *self._of(query)))
 
     def _conversation(self, query: Query) -> Response:
         dataset = self.sources.dataset(query.text("dataset"))
-        return json_response(conversation(dataset, query.text("trajectory_id")))
+        return json_response(trajectories.conversation(dataset, query.text("trajectory_id")))
 
     def _picture(self, query: Query) -> Response:
         dataset = self.sources.dataset(query.text("dataset"))
@@ -236,27 +230,25 @@ class Api:
             query.number("step_index", 0),
         )
         trajectory_id = query.text("trajectory_id")
-        return row_tokens.tokens(dataset, trajectory_id, step_index, *self._of(query))
+        return tokens.tokens(dataset, trajectory_id, step_index, *self._of(query))
 
     def _verdicts(self, query: Query) -> Response:
         dataset = self.sources.dataset(query.text("dataset"))
         name, row = query.text("trajectory_id"), query.number("step_index", 0)
-        row_spans = (
-            [] if dataset.verdicts is None else row_tables.spans(dataset.verdicts, name, row)
-        )
+        row_spans = [] if dataset.verdicts is None else spans(dataset.verdicts, name, row)
         more = [one for one in dataset.findings.of(dataset, name) if one["row"] == row]
         return json_response({"spans": row_spans, "findings": more})
 
     def _shares(self, query: Query) -> Response:
         limit = query.number("limit", _DEFAULT_LIMIT)
-        return row_tables.top_shares(self.sources.share(query.text("share")).rows, limit)
+        return top_shares(self.sources.share(query.text("share")).rows, limit)
 
     def _search(self, query: Query) -> Response:
         ids = query.optional("ids")
         if ids is not None and not re.fullmatch(r"[0-9]{1,9}([ ,]+[0-9]{1,9})*", ids):
             finding = f"ids must be whole numbers separated by commas or spaces, not {ids[:40]!r}"
             raise InputError("view_query", query.where, finding)
-        hits = search(
+        hits = table.search(
             self.sources.dataset(query.text("dataset")),
             text=query.optional("text"),
             ids=None if ids is None else [int(i) for i in re.findall("[0-9]+", ids)],

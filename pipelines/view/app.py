@@ -18,8 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
-from pipelines.http_app import application
-from pipelines.http_server import answering, listen
+from pipelines.http_server import answering, application, listen
 from pipelines.origin_guard import Guard
 from pipelines.view.api import Api
 from pipelines.view.responses import json_response

@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING, Any, Self
 import polars as pl
 import pyarrow as pa
 
-from pipelines.tables import set_column
-from pipelines.view.findings import COLUMN, Findings
-from pipelines.view.row_tables import (
+from pipelines.frames import set_column
+from pipelines.view.annotations import (
     FAULT_NATS,
     FAULTS,
+    FINDINGS_COLUMN,
+    Findings,
     faults_of,
     shares_of,
 )
-from pipelines.view.short_rows import kind_of
+from pipelines.view.index_columns import kind_of
 from pipelines.view.tokenizers import Found, Tokenizers
 from pipelines.view.trajectory_index import TrajectoryIndex
 from rollout_io.dataset.blobs import MEDIA_TYPES, Blobs, stores_of
@@ -37,7 +38,7 @@ from schemas.errors import ConfigError, InputError
 from schemas.types import PREFIX_TYPES, with_absent
 
 if TYPE_CHECKING:
-    from pipelines.view.log_parts import LogRows
+    from pipelines.view.log_index import LogRows
 
 Label = str | float | None
 _MOST_BYTES = 32 << 20
@@ -82,7 +83,7 @@ class Dataset:
     def added(self) -> list[str]:
         """Columns that verdicts, findings and row shares add to the table of trajectories."""
         faults = () if self.verdicts is None else (FAULTS, FAULT_NATS)
-        return [*faults, *([COLUMN] if self.findings else []), *self.shares]
+        return [*faults, *([FINDINGS_COLUMN] if self.findings else []), *self.shares]
 
     @cached_property
     def findings(self) -> Findings:

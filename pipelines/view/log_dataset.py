@@ -27,20 +27,23 @@ import polars as pl
 import pyarrow as pa
 
 from pipelines.view.dataset import Dataset, TokensMissing
+from pipelines.view.index_columns import FACTS, escaped, kind_of
 from pipelines.view.log_index import (
     CODEC,
+    NOTHING,
     At,
     Counts,
     Job,
+    LogRows,
     Message,
     Part,
     Progress,
+    TableCache,
     Whole,
     index_logs,
+    joined,
+    without,
 )
-from pipelines.view.log_parts import NOTHING, LogRows, TableCache, joined, without
-from pipelines.view.log_table import FACTS, escaped
-from pipelines.view.short_rows import kind_of
 from pipelines.view.tokenizers import Found, Tokenizers
 from pipelines.view.trajectory_index import TrajectoryIndex
 from rollout_io.conversion.browsing import (
@@ -382,6 +385,7 @@ class LogDataset(Dataset):
         fields = [(f.name, kind_of(f.type), f.name not in COLUMN_BY_NAME) for f in shown.schema]
         facts = [(n, "text" if kind == pl.String else "number", True) for n, kind in FACTS.items()]
         error = shown.state.error
+        hint = f" Hint: {error.hint}" if error is not None and error.hint else ""
         return {
             "name": self.name,
             "path": self.path,
@@ -406,7 +410,7 @@ class LogDataset(Dataset):
                 "num_skipped": len(counts.skipped),
                 "skipped": [f"{n}: {why}" for n, why in counts.skipped.items()][:_SHOWN_NAMES],
                 "notes": _notes(shown.notes),
-                "error": None if error is None else _told(error),
+                "error": None if error is None else f"{error}{hint}",
                 "has_tokens": self.has_tokens,
                 "command": self.command,
             },
@@ -428,10 +432,6 @@ def _shown(path: str, state: _State, version: int) -> _Shown:
 def _notes(notes: Mapping[str, int]) -> list[str]:
     ordered = sorted(notes.items(), key=lambda item: (item[0].startswith(UNREAD), item[0]))
     return [f"{number:,} {what}" for what, number in ordered][:_SHOWN_NAMES]
-
-
-def _told(error: RolloutError) -> str:
-    return f"{error} Hint: {error.hint}" if error.hint else str(error)
 
 
 def _hinted(error: RolloutError) -> RolloutError:

@@ -11,17 +11,16 @@ from typing import Any
 import polars as pl
 
 from pipelines.view import run_files
-from pipelines.view.dataset import Dataset
-from pipelines.view.log_dataset import LogDataset
-from pipelines.view.names import absolute, distinct_names, short_name
-from pipelines.view.path_kinds import kind_of_path
-from pipelines.view.row_tables import (
+from pipelines.view.annotations import (
     SHARE,
     RowTable,
     Shares,
     kind_of_table,
     read_row_tables,
 )
+from pipelines.view.dataset import Dataset
+from pipelines.view.log_dataset import LogDataset
+from pipelines.view.paths import absolute, distinct_names, kind_of_path, short_name
 from pipelines.view.runs import Run
 from pipelines.view.tokenizers import Tokenizers
 from rollout_io.conversion.opened_logs import AUTO

@@ -120,7 +120,6 @@ class _Fast:
         self.all_special_ids = [i for i in ids if i is not None]
 
     def get_vocab(self) -> dict[str, int]:
-        """Return the id of each token."""
         vocabulary: dict[str, int] = self._tokenizer.get_vocab()
         return vocabulary
 

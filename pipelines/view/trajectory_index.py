@@ -19,11 +19,10 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from pipelines.filtering.verdicts import collect
+from pipelines.filtering import collect
+from pipelines.frames import Frame, as_lazy
 from pipelines.rewards import Outcome, fold_trajectories
-from pipelines.tables import Frame, as_lazy
-from pipelines.view.short_rows import LENGTHS, cut_texts, kept_columns, short_rows
-from pipelines.view.task_texts import add_starts
+from pipelines.view.index_columns import LENGTHS, add_starts, cut_texts, kept_columns, short_rows
 from rollout_io.dataset.checking import checked_tables
 from rollout_io.dataset.conditions import types_in
 from rollout_io.dataset.reader import scan

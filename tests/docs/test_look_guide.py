@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 
-from pipelines.view.path_kinds import kind_of_path
+from pipelines.view.paths import kind_of_path
 from rollout_io.cli.main import run
 from tests.conftest import ROOT
 from tests.helpers.log_view_helpers import log_of

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from pipelines.generation.config import GenerateConfig
-from pipelines.generation.dataset import rows_of
 from pipelines.generation.engines.base import ENGINE_DOWN
 from pipelines.generation.generator import Generator
 from pipelines.generation.run import generate
-from pipelines.generation.tasks import Task, attempts
+from pipelines.generation.tasks import Task, attempts, rows_of
 from schemas.errors import RolloutError
 from tests.helpers.trainer_helpers import tiny_llama
 from trainer.engine.embedded import TransformersEngine

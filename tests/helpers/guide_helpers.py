@@ -9,8 +9,8 @@ import threading
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipelines.harness.addresses import answering_at
 from pipelines.harness.engine_api import EngineApp
+from pipelines.record.serving import answering_at
 from tests.conftest import ROOT
 from trainer.engine.embedded import TransformersEngine
 

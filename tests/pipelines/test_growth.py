@@ -9,8 +9,8 @@ import pyarrow as pa
 import pytest
 
 from benchmarks.synthetic import short_trajectories
-from pipelines.filtering.filters import best_of_group
-from pipelines.filtering.verdicts import judge, keep
+from pipelines.filtering import judge, keep
+from pipelines.filters import best_of_group
 from rollout_io import RolloutWriter, scan
 from rollout_io.cli.main import run
 from schemas import check

@@ -7,9 +7,8 @@ import shutil
 import pytest
 
 from pipelines.generation.config import GenerateConfig
-from pipelines.generation.dataset import rows_of
 from pipelines.generation.generator import Generator, open_calls
-from pipelines.generation.tasks import read_tasks
+from pipelines.generation.tasks import read_tasks, rows_of
 from schemas.checker import validate
 from tests.conftest import EXAMPLES, ROOT
 from tests.helpers.harness_helpers import Scripted

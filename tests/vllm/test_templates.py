@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pipelines.generation import Sampling
-from pipelines.generation.engines.server_process import VllmServer
 from pipelines.generation.engines.vllm import VllmEngine
+from pipelines.generation.processes import VllmServer
 from rollout_io.retokenize.chat_template import KEEPS_ALL, find_template
 from rollout_io.retokenize.tokenizer import ChatTokenizer, load_tokenizer
 from tests.helpers.chat_helpers import ANSWERED, CONVERSATIONS, prompt_ids

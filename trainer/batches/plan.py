@@ -10,8 +10,7 @@ import numpy as np
 import polars as pl
 import polars.selectors as cs
 
-from pipelines.rescoring.versions import with_version
-from pipelines.rewards import are_equal, fold_trajectories, trajectory_returns
+from pipelines.rewards import are_equal, fold_trajectories, trajectory_returns, with_version
 from rollout_io.dataset.trajectory_facts import metric_of
 from rollout_io.dataset.versions import is_version
 from schemas.error_ids import fix_of

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from pipelines.merging.routing import Routing
+from pipelines.merging.segments import Routing
 from schemas.ragged import IntArray, Ragged
 
 NO_ROUTE = -1

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from pipelines.generation.process_groups import Watch, signal_group
+from pipelines.generation.processes import Watch, signal_group
 from schemas.errors import InputError
 from trainer.distributed.processes import STARTER, STORE
 

@@ -11,10 +11,18 @@ from typing import Any, Self
 
 import numpy as np
 
-from pipelines.generation.engines.base import ENGINE_DOWN, Sampled, Sampling, to_its_end
-from pipelines.generation.engines.completion_parsing import engine_answers
-from pipelines.generation.engines.request_fields import sampling_fields, support_fields
-from pipelines.generation.trajectory import ENDS_THE_RUN
+from pipelines.generation.engines.base import (
+    ENDS_THE_RUN,
+    ENGINE_DOWN,
+    Sampled,
+    Sampling,
+    to_its_end,
+)
+from pipelines.generation.engines.completions import (
+    engine_answers,
+    sampling_fields,
+    support_fields,
+)
 from rollout_io.formats.parsing.bodies import complete_support
 from rollout_io.formats.parsing.tokens import logprob_array
 from rollout_io.retokenize.tokenizer import ChatTokenizer

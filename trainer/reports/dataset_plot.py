@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from pipelines.drift_diagnosis.report import Report
-from pipelines.drift_diagnosis.table import diagnose_dataset
+from pipelines.drift_diagnosis.diagnosis import Report, diagnose_dataset
 from pipelines.rewards import are_equal
 from pipelines.statistics.savings import Cost, dataset_savings
 from pipelines.statistics.summary import Summary, dataset_summary

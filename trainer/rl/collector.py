@@ -12,11 +12,10 @@ from typing import Self
 import polars as pl
 import pyarrow as pa
 
+from pipelines.frames import set_column
 from pipelines.generation.config import identity
-from pipelines.generation.dataset import Finished
 from pipelines.generation.generator import Generator, UnderWay
-from pipelines.generation.tasks import Task, attempts
-from pipelines.tables import set_column
+from pipelines.generation.tasks import Finished, Task, attempts
 from rollout_io.terminal import SECONDS_A_LINE
 from schemas.columns import TASK
 from schemas.errors import InputError

@@ -11,9 +11,9 @@ import polars as pl
 
 import rollout_io
 from pipelines.generation.config import GenerateConfig
-from pipelines.generation.dataset import GroupWriter, missing_tasks
 from pipelines.generation.engines.base import Engine
 from pipelines.generation.generator import Generator
+from pipelines.generation.run import GroupWriter, missing_tasks
 from pipelines.generation.tasks import Task, read_tasks
 from pipelines.rewards import is_above, trajectory_returns
 from pipelines.statistics.metrics import pass_at_k

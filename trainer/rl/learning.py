@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import Tensor
 
-from pipelines.generation.aggregation import ENVIRONMENT
+from pipelines.generation.environments import ENVIRONMENT
 from rollout_io.dataset.filesystems import whole
 from rollout_io.terminal import duration
 from schemas.errors import ConfigError, InputError

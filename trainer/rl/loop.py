@@ -27,13 +27,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from accelerate import Accelerator
 
 import rollout_io
-from pipelines.generation.aggregation import USED, environment_metrics
-from pipelines.generation.engines.base import to_its_end
-from pipelines.generation.environments import environment_of
+from pipelines.generation.engines.base import ENDS_THE_RUN, to_its_end
+from pipelines.generation.environments import USED, environment_metrics, environment_of
 from pipelines.generation.generator import Generator, open_calls
 from pipelines.generation.run import OpenEngine
 from pipelines.generation.tasks import Task, read_tasks
-from pipelines.generation.trajectory import ENDS_THE_RUN
 from rollout_io.configuration import flat
 from rollout_io.retokenize.tokenizer import ChatTokenizer, load_tokenizer
 from schemas.errors import RolloutError

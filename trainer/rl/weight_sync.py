@@ -10,8 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
-from pipelines.generation.engines.base import Engine, is_adapter
-from pipelines.generation.engines.wrapper import WrappedEngine
+from pipelines.generation.engines.base import Engine, WrappedEngine, is_adapter
 from trainer.engine.colocated import ColocatedVllm
 from trainer.rl.config import RlConfig
 from trainer.rl.follow import ENGINE, WEIGHTS

@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 
 import rollout_io
-from pipelines.rescoring.versions import with_version
+from pipelines.rewards import with_version
 from pipelines.sampling_defaults import COLUMNS, FILE, NEUTRAL, missing_columns, sampling_defaults
 from rollout_io.formats.parsing.bodies import sampling_extra_of
 from schemas.errors import count

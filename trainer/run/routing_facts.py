@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from pipelines.tables import ROUTING
+from pipelines.frames import ROUTING
 from trainer import checks
 from trainer.batches.recorded_routes import Routes
 from trainer.config.train_config import TrainConfig

@@ -21,15 +21,19 @@ from pipelines.generation.engines.base import (
     is_adapter,
     to_its_end,
 )
-from pipelines.generation.engines.completion_parsing import read_sampled
-from pipelines.generation.engines.http_pool import Body, Limits, ServerError, Servers
-from pipelines.generation.engines.output_layers import OutputLayers, lacks_output_layer
-from pipelines.generation.engines.request_fields import (
+from pipelines.generation.engines.completions import (
+    read_sampled,
     read_support,
     sampling_fields,
     support_fields,
 )
-from pipelines.generation.engines.weight_transfer import OpenSender, Transfers
+from pipelines.generation.engines.http_pool import Body, Limits, ServerError, Servers
+from pipelines.generation.engines.weight_transfer import (
+    OpenSender,
+    OutputLayers,
+    Transfers,
+    lacks_output_layer,
+)
 from rollout_io.formats.parsing.jsonl import decode_line
 from schemas.errors import ConfigError, EngineError, InputError, MissingExtra, count
 from schemas.metadata import LogprobsMode
@@ -38,7 +42,6 @@ _COMPLETIONS, _CHAT = "/v1/completions", "/v1/chat/completions"
 _LOAD_ADAPTER, _UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _ON_CPU = re.compile(rb"device_config=cpu\b")
 _PROBES = ([1], [2, 3], [10, 20, 30], [5, 4, 3, 2])
-
 
 _LOG = logging.getLogger(__name__)
 
@@ -208,7 +211,7 @@ class VllmEngine:
         has its initial weights. If no server can be reached, this waits as long as a call does. A
         path that is not a model directory is rejected here, because it would make vLLM exit. On a
         CPU, the servers load a model with tied embeddings from a copy with an explicit output
-        layer: see `pipelines.generation.engines.output_layers`. The two newest adapters stay
+        layer: see `pipelines.generation.engines.weight_transfer`. The two newest adapters stay
         loaded, so their files must not be moved; calls that use an older adapter must have ended.
         """
         load = self._load_adapter if is_adapter(path) else self._load_model

@@ -238,24 +238,13 @@ def _message(blocks: Blocks, model: str) -> Fields:
     return {"id": f"msg_{name}", "type": "message", "role": "assistant", "model": model}
 
 
-def answer_of_chat(chat: Chat, model: str) -> Fields:
-    """Translate a chat completion to a message."""
-    blocks = Blocks()
-    for _ in blocks.take(chat):
-        pass
-    content = [_block(block) for block in blocks.all]
-    end = _stop(blocks) | {"usage": _usage(blocks.usage)}
-    return _message(blocks, model) | {"content": content} | end
-
-
-class StreamTranslator(Stream):
+class _StreamTranslator(Stream):
     """Translates the chunks of a chat completion to events."""
 
     def __init__(self, model: str) -> None:
         self._model, self._blocks, self._has_begun = model, Blocks(), False
 
     def take(self, chat: Chat) -> bytes:
-        """See `Stream.take`."""
         steps = list(self._blocks.take(chat))
         events = b"" if self._has_begun else self._begin()
         return events + b"".join(map(_events, steps))
@@ -269,7 +258,6 @@ class StreamTranslator(Stream):
         return sse(start, "message_start") + sse({"type": "ping"}, "ping")
 
     def end(self) -> bytes:
-        """See `Stream.end`."""
         delta = {"type": "message_delta", "delta": _stop(self._blocks)}
         delta["usage"] = _usage(self._blocks.usage)
         return sse(delta, "message_delta") + sse({"type": "message_stop"}, "message_stop")
@@ -313,11 +301,16 @@ class MessagesCall(DialectCall):
 
     def answer(self, chat: Chat) -> Fields:
         """See `DialectCall.answer`."""
-        return answer_of_chat(chat, self.model)
+        blocks = Blocks()
+        for _ in blocks.take(chat):
+            pass
+        content = [_block(block) for block in blocks.all]
+        end = _stop(blocks) | {"usage": _usage(blocks.usage)}
+        return _message(blocks, self.model) | {"content": content} | end
 
     def stream(self) -> Stream:
         """See `DialectCall.stream`."""
-        return StreamTranslator(self.model)
+        return _StreamTranslator(self.model)
 
     @staticmethod
     def count(num_tokens: int) -> Fields:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from pipelines.record.bounds import check_density
+from pipelines.record.upstreams import check_density
 from rollout_io.formats.parsing.content import Message, extend
 from rollout_io.formats.parsing.jsonl import decode_line
 from schemas.errors import EngineError, InputError

@@ -268,12 +268,7 @@ def _tools(request: GeminiRequest, path: str) -> Fields:
 
 
 class _Answer:
-    """The answer to one request.
-
-    Args:
-        model: The harness's name for the model.
-        shows_thoughts: True if thoughts are returned.
-    """
+    """The answer to one request."""
 
     def __init__(self, model: str, *, shows_thoughts: bool) -> None:
         self._model, self._shows_thoughts = model, shows_thoughts
@@ -289,7 +284,6 @@ class _Answer:
         return {"functionCall": call}
 
     def response(self, parts: list[Fields], *, is_last: bool) -> Fields:
-        """Return an answer with some parts."""
         content: Fields = {"parts": parts, "role": "model"}
         candidate: Fields = {"content": content, "index": 0}
         answer: Fields = {"candidates": [candidate]}
@@ -312,19 +306,13 @@ def _usage(usage: Usage) -> Fields:
     return known(counts)
 
 
-class StreamTranslator(Stream):
-    """Translates the chunks of a chat completion to answers.
-
-    Args:
-        answer: The answer.
-        framing: Writes the answers.
-    """
+class _StreamTranslator(Stream):
+    """Translates the chunks of a chat completion to answers."""
 
     def __init__(self, answer: _Answer, framing: _Framing) -> None:
         self._answer, self._framing = answer, framing
 
     def take(self, chat: Chat) -> bytes:
-        """See `Stream.take`."""
         parts = [part for step in self._answer.blocks.take(chat) if (part := self._part(step))]
         if not parts:
             return b""
@@ -336,7 +324,6 @@ class StreamTranslator(Stream):
         return self._answer.part(step.block, step.text) if step.said == "more" else None
 
     def end(self) -> bytes:
-        """See `Stream.end`."""
         last = self._answer.response([{"text": ""}], is_last=True)
         return self._framing.add(last) + self._framing.end()
 
@@ -348,7 +335,6 @@ class _Framing:
         self._is_sse, self._has_begun = is_sse, False
 
     def add(self, value: Fields) -> bytes:
-        """Return the bytes of the next answer."""
         if self._is_sse:
             return sse(value)
         before = b",\r\n" if self._has_begun else b"["
@@ -356,7 +342,6 @@ class _Framing:
         return before + msgspec.json.encode(value)
 
     def end(self) -> bytes:
-        """Return the bytes that follow the last answer."""
         return b"" if self._is_sse else b"]"
 
 
@@ -395,7 +380,7 @@ class GeminiCall(DialectCall):
 
     def stream(self) -> Stream:
         """See `DialectCall.stream`."""
-        return StreamTranslator(self._answer(), self._framing)
+        return _StreamTranslator(self._answer(), self._framing)
 
     @staticmethod
     def count(num_tokens: int) -> Fields:

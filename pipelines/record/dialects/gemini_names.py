@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from pipelines.record.bounds import check_density
+from pipelines.record.upstreams import check_density
 
 _SNAKE = re.compile(rb'[{,]\s*"[a-z]+(?:_[a-z]+)+"\s*:')
 _WORD = re.compile(r"_([a-z])")

@@ -11,13 +11,15 @@
 
 Responses are not stored: a request has the whole conversation in its input. Reasoning is the item's
 summary if the request asks for summaries, because clients send that back; else it is its content.
+Reasoning that only the API can read, and fields for its cache and its store, have no effect;
+`max_tool_calls` limits calls of tools that the API runs, of which there are none.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -25,24 +27,39 @@ from pipelines.record.dialects.base import (
     Block,
     Blocks,
     Chat,
+    Count,
     DialectCall,
     Fields,
     PlainMessage,
     Step,
     Stream,
+    Temperature,
+    TopP,
     decoded,
+    engine_messages,
+    inexpressible,
+    one_system,
     sse,
 )
-from pipelines.record.dialects.responses_request import (
-    ResponsesRequest,
-    Tool,
-    named_tools,
-    request_to_chat,
-)
 from rollout_io.formats.base import noted
+from rollout_io.formats.dialects import responses
 from rollout_io.formats.dialects.responses import ENCRYPTED_THOUGHTS
 from rollout_io.formats.parsing.content import known
 from schemas.errors import InputError
+
+_CLIENTS_TOOLS = frozenset({"function", "custom", "namespace"})
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDED = frozenset(
+    {
+        *(_LOGPROBS, "reasoning.encrypted_content"),
+        # Of tools that the API runs, which are rejected, and of the input, which is not returned.
+        *("file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
+        *("code_interpreter_call.outputs", "computer_call_output.output.image_url"),
+        "message.input_image.image_url",
+    }
+)
+_STATEFUL = ("previous_response_id", "conversation", "background", "prompt")
+_FORMAT = ("name", "description", "schema", "strict")
 
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 _ERRORS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -52,6 +69,129 @@ _ECHOED = (
     *("reasoning", "temperature", "text", "tool_choice", "tools", "top_logprobs", "top_p", "user"),
 )
 _USUAL: Fields = {"metadata": {}, "parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
+
+
+class _Text(msgspec.Struct):
+    format: dict[str, Any] | None = None
+
+
+class _Reasoning(msgspec.Struct):
+    effort: str | None = None
+    summary: str | None = None
+
+
+class ResponsesRequest(msgspec.Struct):
+    """The fields of a request that have an effect."""
+
+    model: str
+    input: str | list[msgspec.Raw] = []
+    instructions: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: Count | None = None
+    max_tool_calls: Count | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    stream: bool | None = None
+    text: _Text | None = None
+    reasoning: _Reasoning | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    background: bool | None = None
+    prompt: Any = None
+    prompt_cache_key: str | None = None
+    include: list[str] | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    truncation: str | None = None
+
+
+class _Tool(NamedTuple):
+    """A tool as its client knows it."""
+
+    name: str
+    namespace: str | None
+    is_custom: bool
+
+
+def request_to_chat(request: ResponsesRequest, path: str) -> Fields:
+    """Translate a request to a chat completion.
+
+    Raises:
+        InputError: `dialect`: the request needs a stored response, a tool of the API, or a part that
+            engines cannot read; any error of the converters.
+    """
+    for name in _STATEFUL:
+        if getattr(request, name):
+            raise inexpressible(path, f"`{name}`, which refers to what the API stores,")
+    if request.truncation not in (None, "disabled"):
+        raise inexpressible(path, f"`truncation` {request.truncation!r}")
+    for name in request.include or ():
+        if name not in _INCLUDED:
+            raise inexpressible(path, f"`include` with {name!r}")
+    items: list[Any] = (
+        [{"role": "user", "content": request.input}]
+        if isinstance(request.input, str)
+        else request.input
+    )
+    messages = responses.messages(items, f"{path}, input")
+    if request.instructions:
+        messages.insert(0, {"role": "system", "content": request.instructions})
+    chat: Fields = {
+        "model": request.model,
+        "messages": engine_messages(one_system(messages), path),
+        "max_tokens": request.max_output_tokens,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "reasoning_effort": request.reasoning.effort if request.reasoning else None,
+        "response_format": _format(request.text.format if request.text else None),
+        **_tools(request, path),
+    }
+    if _LOGPROBS in (request.include or ()):
+        chat |= {"logprobs": True, "top_logprobs": request.top_logprobs or 0}
+    if request.stream:
+        chat |= {"stream": True, "stream_options": {"include_usage": True}}
+    return known(chat)
+
+
+def _format(form: Mapping[str, Any] | None) -> Fields | None:
+    if form is None or form.get("type") == "text":
+        return None
+    if form.get("type") != "json_schema":
+        return {"type": form.get("type")}
+    schema = {name: form[name] for name in _FORMAT if name in form}
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _tools(request: ResponsesRequest, path: str) -> Fields:
+    for tool in request.tools or ():
+        if tool.get("type") not in _CLIENTS_TOOLS:
+            what = f"the tool {tool.get('type')!r}, which is defined by the API,"
+            raise inexpressible(path, what)
+    tools = responses.tools(request.tools)
+    if tools is None:
+        return {}
+    chat_fields: Fields = {"tools": tools, "parallel_tool_calls": request.parallel_tool_calls}
+    choice = request.tool_choice
+    if isinstance(choice, Mapping):
+        if choice.get("type") not in {"function", "custom"}:
+            raise inexpressible(path, f"tool_choice {choice.get('type')!r}")
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    return chat_fields | {"tool_choice": choice}
+
+
+def _named_tools(tools: list[dict[str, Any]] | None) -> dict[str, _Tool]:
+    """Return the tools by the names under which the model knows them."""
+    by_name: dict[str, _Tool] = {}
+    for tool in tools or ():
+        inner = tool.get("tools")
+        for one in inner if isinstance(inner, list) else [tool]:
+            namespace = tool.get("name") if isinstance(inner, list) else None
+            for named in responses.tools([tool | {"tools": [one]} if inner else one]) or ():
+                is_custom = one.get("type") == "custom"
+                name = str(one.get("name"))
+                by_name[named["function"]["name"]] = _Tool(name, namespace, is_custom)
+    return by_name
 
 
 class ResponsesShape(msgspec.Struct):
@@ -67,21 +207,15 @@ _FIELDS = msgspec.json.Decoder(dict[str, Any])
 
 
 class _Answer:
-    """The response to one request.
-
-    Args:
-        asked: The request.
-        fields: Fields of the request that the response repeats.
-    """
+    """The response to one request, some of whose `fields` it repeats."""
 
     def __init__(self, request: ResponsesRequest, fields: Fields) -> None:
         self._model, self._fields = request.model, fields
-        self._tools = named_tools(request.tools)
+        self._tools = _named_tools(request.tools)
         self.has_summaries = bool(request.reasoning and request.reasoning.summary)
         self.blocks = Blocks()
 
     def response(self, status: str, *, is_done: bool) -> Fields:
-        """Return the response object."""
         blocks = self.blocks
         reason = _INCOMPLETE.get(blocks.finish_reason or "")
         return {
@@ -103,7 +237,6 @@ class _Answer:
 
     @property
     def status(self) -> str:
-        """Status of the complete response."""
         is_cut = (self.blocks.finish_reason or "") in _INCOMPLETE
         return "incomplete" if is_cut else "completed"
 
@@ -147,9 +280,8 @@ class _Answer:
             kind = {"id": f"fc_{name}", "type": "function_call", "arguments": text}
         return {**kind, "status": status, **about}
 
-    def tool(self, block: Block) -> Tool:
-        """Return the tool that a block calls."""
-        return self._tools.get(block.name) or Tool(block.name, None, is_custom=False)
+    def tool(self, block: Block) -> _Tool:
+        return self._tools.get(block.name) or _Tool(block.name, None, is_custom=False)
 
     def input(self, block: Block) -> str:
         """Return the arguments of a call; of a custom tool, the text that it gets."""
@@ -165,10 +297,8 @@ class _Answer:
         """Return the part of an item that has its text."""
         text = "" if is_new else block.text
         if block.kind == "thought":
-            return {
-                "type": "summary_text" if self.has_summaries else "reasoning_text",
-                "text": text,
-            }
+            kind = "summary_text" if self.has_summaries else "reasoning_text"
+            return {"type": kind, "text": text}
         logprobs = [] if is_new else block.logprobs
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
@@ -204,14 +334,13 @@ _FUNCTION = _Names("response.function_call_arguments", "arguments")
 _CUSTOM = _Names("response.custom_tool_call_input", "input", is_streamed=False)
 
 
-class StreamTranslator(Stream):
+class _StreamTranslator(Stream):
     """Translates the chunks of a chat completion to events."""
 
     def __init__(self, answer: _Answer) -> None:
         self._answer, self._number = answer, -1
 
     def take(self, chat: Chat) -> bytes:
-        """See `Stream.take`."""
         is_first = self._number < 0
         steps = list(self._answer.blocks.take(chat))
         head = b""
@@ -222,7 +351,6 @@ class StreamTranslator(Stream):
         return head + b"".join(map(self._step, steps))
 
     def end(self) -> bytes:
-        """See `Stream.end`."""
         status = self._answer.status
         return self._event(
             f"response.{status}", response=self._answer.response(status, is_done=True)
@@ -291,11 +419,14 @@ class ResponsesCall(DialectCall):
 
     def answer(self, chat: Chat) -> Fields:
         """See `DialectCall.answer`."""
-        return answer_of_chat(chat, self._asked, self._fields)
+        answer = _Answer(self._asked, self._fields)
+        for _ in answer.blocks.take(chat):
+            pass
+        return answer.response(answer.status, is_done=True)
 
     def stream(self) -> Stream:
         """See `DialectCall.stream`."""
-        return StreamTranslator(_Answer(self._asked, self._fields))
+        return _StreamTranslator(_Answer(self._asked, self._fields))
 
     @staticmethod
     def count(num_tokens: int) -> Fields:
@@ -314,17 +445,3 @@ class ResponsesCall(DialectCall):
         code = self.error(status, message)["error"]["type"]
         error = {"type": "error", "code": code, "message": message, "param": None}
         return sse(error | {"sequence_number": 0}, "error")
-
-
-def answer_of_chat(chat: Chat, request: ResponsesRequest, fields: Fields) -> Fields:
-    """Translate a chat completion to a response.
-
-    Args:
-        chat: The chat completion.
-        request: The request.
-        fields: All fields of the request; the response repeats some.
-    """
-    answer = _Answer(request, fields)
-    for _ in answer.blocks.take(chat):
-        pass
-    return answer.response(answer.status, is_done=True)

@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelines.drift_diagnosis import HINTS, Report, TextReading, diagnose, drift
-from pipelines.drift_diagnosis.report import render, render_break
-from pipelines.drift_diagnosis.retokenized import num_off
-from pipelines.drift_diagnosis.tokens import changed, returns
-from pipelines.drift_diagnosis.turns import Turn, compare
+from pipelines.drift_diagnosis.breaks import changed, returns
+from pipelines.drift_diagnosis.diagnosis import render, render_break
+from pipelines.drift_diagnosis.texts import Turn, compare, num_off
 from pipelines.merging.merge import merge_table
 from rollout_io.dataset.prefix_layout import encode_prefixes
 from schemas.strategies import rollout_tables

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pipelines
-from pipelines.exporting.chats import DIALECTS, plain, turns
+from pipelines.exporting.samples import DIALECTS, plain, turns
 from rollout_io.cli.main import run
 from schemas.errors import InputError
 from tests.conftest import EXAMPLES

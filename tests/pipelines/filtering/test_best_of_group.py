@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelines.exporting.pairs import selected
-from pipelines.filtering.filters import best_of_group
+from pipelines.filters import best_of_group
 from tests.helpers.examples import examples
 
 RETURNS = st.sampled_from([None, math.nan, 0.0, 0.5, 1.0])

@@ -3,9 +3,8 @@ import pytest
 from polars.io.plugins import register_io_source
 
 from pipelines import place_outcomes, place_rewards, trajectory_returns
-from pipelines.filtering.filters import reward_range
-from pipelines.filtering.row_removal import keep_rows
-from pipelines.filtering.verdicts import apply_filters, apply_masks
+from pipelines.filtering import apply_filters, apply_masks, keep_rows
+from pipelines.filters import reward_range
 from pipelines.mixing import mix
 from pipelines.rewards import place_token_rewards
 from tests.helpers.filter_helpers import one_step, table

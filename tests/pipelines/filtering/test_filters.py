@@ -6,7 +6,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pipelines import merge, trajectory_returns
-from pipelines.filtering.filters import (
+from pipelines.filtering import apply_filters, judge, keep, keep_rows, report
+from pipelines.filters import (
     duplicates,
     dynamic_sampling,
     failed,
@@ -22,8 +23,6 @@ from pipelines.filtering.filters import (
     where,
     zero_variance,
 )
-from pipelines.filtering.row_removal import keep_rows
-from pipelines.filtering.verdicts import apply_filters, judge, keep, report
 from schemas import validate
 from schemas.errors import RolloutError
 from schemas.strategies import rollout_tables

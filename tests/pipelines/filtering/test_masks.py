@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines import merge, trajectory_returns
-from pipelines.filtering.filters import RAN_OUT_OF_TOKENS, failed, overlong
-from pipelines.filtering.verdicts import apply_masks
+from pipelines.filtering import apply_masks
+from pipelines.filters import RAN_OUT_OF_TOKENS, failed, overlong
 from schemas import validate
 from schemas.strategies import rollout_tables
 from tests.helpers.filter_helpers import one_step, relaxed, table

@@ -7,8 +7,7 @@ import polars as pl
 import pytest
 
 from pipelines import judge, merge
-from pipelines.filtering.near_duplicates import near_duplicates
-from pipelines.filtering.overlap import overlapping, overlaps
+from pipelines.similarity import near_duplicates, overlapping, overlaps
 from rollout_io import RolloutWriter, read_metadata, scan
 from rollout_io.cli.main import run
 from rollout_io.retokenize.local import fingerprint_of

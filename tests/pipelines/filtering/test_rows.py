@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines import merge, trajectory_returns, unmerge
-from pipelines.filtering.row_removal import keep_rows
+from pipelines.filtering import keep_rows
 from schemas import validate
 from schemas.errors import RolloutError
 from schemas.strategies import rollout_tables

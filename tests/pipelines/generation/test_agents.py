@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 import rollout_io
-from pipelines.generation.agents import Client
 from pipelines.generation.config import with_sampling_params
 from pipelines.generation.environments import maker_of
-from pipelines.generation.gym_generator import GymGenerator, tasks_of
 from pipelines.generation.run import generate as generate_dataset
+from pipelines.generation.skyrl import GymGenerator, tasks_of
 from pipelines.generation.tasks import Task, read_tasks
+from pipelines.generation.trajectory import Client
 from rollout_io import TrajectoryID, from_generator_output
 from rollout_io.retokenize.tokenizer import load_tokenizer
 from schemas.checker import validate

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import rollout_io
-from pipelines.generation.gym_generator import GymGenerator
+from pipelines.generation.skyrl import GymGenerator
 from pipelines.merging.merge import merge_table
 from pipelines.statistics.metrics import rollout_metrics
 from rollout_io import TrajectoryID

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from pipelines import GymGenerator
-from pipelines.generation.aggregation import environment_metrics
-from pipelines.generation.dataset import finished_of, rows_of
+from pipelines.generation.environments import environment_metrics
+from pipelines.generation.tasks import finished_of, rows_of
 from rollout_io.formats.base import Step
 from tests.helpers import generation_helpers as helpers
 from tests.helpers.generation_helpers import ASK, SpyEngine, config_of

@@ -13,7 +13,7 @@ import rollout_io
 from pipelines import GymGenerator, merge
 from pipelines.generation.engines.base import ENGINE_DOWN, Sampling
 from pipelines.generation.generator import Generator
-from pipelines.generation.user_generator import OwnGenerator
+from pipelines.generation.skyrl import OwnGenerator
 from rollout_io import TrajectoryID, read_generator_output, write_generator_output
 from rollout_io.cli.main import run as command
 from rollout_io.retokenize import encode_response

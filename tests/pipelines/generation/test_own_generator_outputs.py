@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelines.generation.dataset import rows_of
-from pipelines.generation.user_generator import OwnGenerator
+from pipelines.generation.skyrl import OwnGenerator
+from pipelines.generation.tasks import rows_of
 from rollout_io import TrajectoryID
 from schemas.checker import validate
 from tests.helpers.examples import examples

@@ -18,8 +18,8 @@ import rollout_io
 from pipelines.generation.config import GenerateConfig
 from pipelines.generation.engines.vllm import VllmEngine
 from pipelines.generation.generator import Generator
-from pipelines.generation.gym_generator import GymGenerator
 from pipelines.generation.run import generate
+from pipelines.generation.skyrl import GymGenerator
 from pipelines.generation.tasks import Task
 from pipelines.generation.trajectory import GymTrajectory
 from rollout_io.dataset.blobs import Blobs

@@ -12,8 +12,8 @@ from safetensors.numpy import load_file, save_file
 
 from pipelines.generation import Sampling
 from pipelines.generation.config import GenerateConfig
+from pipelines.generation.engines.completions import sampling_fields
 from pipelines.generation.engines.http_pool import Failed, Limits, Servers
-from pipelines.generation.engines.request_fields import sampling_fields
 from pipelines.harness.engine_api import usual_fields
 from schemas.errors import RolloutError
 from tests.helpers.http_server import CUT, HANG, RESET, Server, completion, serving

@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 
-from pipelines.generation.engines.server_process import VllmServer
+from pipelines.generation.processes import VllmServer
 from schemas.errors import RolloutError
 from tests.conftest import ROOT
 
@@ -24,7 +24,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])
 ENDS = "print('starting', flush=True); raise SystemExit('no such model')"
 HOLDS = """
 import sys, pathlib, time
-from pipelines.generation.engines.server_process import VllmServer
+from pipelines.generation.processes import VllmServer
 log, path = pathlib.Path(sys.argv[1]), sys.argv[2]
 with VllmServer("m", python=sys.executable, log=log, environment={"PYTHONPATH": path}):
     print("up", flush=True)

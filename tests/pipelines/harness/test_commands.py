@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines.generation.config import GenerateConfig, identity
-from pipelines.generation.process_groups import Watch
+from pipelines.generation.processes import Watch
 from pipelines.generation.tasks import Task
 from pipelines.harness.commands import (
     fields_in,
@@ -194,7 +194,7 @@ def test_a_watch_kills_the_groups_of_a_process_that_is_killed_and_removes_its_fo
     (folder / "00000").mkdir(parents=True)
     code = (
         "import subprocess, sys, time\n"
-        "from pipelines.generation.process_groups import Watch\n"
+        "from pipelines.generation.processes import Watch\n"
         "quiet = {'stdout': subprocess.DEVNULL, 'start_new_session': True}\n"
         "made = [subprocess.Popen(['sleep', '60'], **quiet) for _ in range(2)]\n"
         "watch = Watch(sys.argv[1])\n"

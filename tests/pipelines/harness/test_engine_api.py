@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines.generation.engines.base import Sampling
-from pipelines.generation.engines.completion_parsing import read_sampled
-from pipelines.harness.addresses import answering_at
+from pipelines.generation.engines.completions import read_sampled
 from pipelines.harness.engine_api import EngineApp, read_request
+from pipelines.record.serving import answering_at
 from schemas.errors import RolloutError
 from tests.helpers.generation_helpers import ASK, chatty_model
 from tests.helpers.harness_helpers import Scripted

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from examples import harbor_trial as EXAMPLE
-from pipelines.filtering.filters import RAN_OUT_OF_TOKENS
+from pipelines.filters import RAN_OUT_OF_TOKENS
 from pipelines.generation.tasks import read_tasks
 from pipelines.harness.launchers import outcome_of as checked
 from schemas.errors import RolloutError

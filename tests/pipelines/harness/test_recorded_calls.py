@@ -15,12 +15,12 @@ import pytest
 from pipelines.generation.config import GenerateConfig
 from pipelines.generation.engines.base import ENGINE_DOWN
 from pipelines.generation.generator import Generator, Pace, open_calls
-from pipelines.generation.process_groups import Watch
+from pipelines.generation.processes import Watch
 from pipelines.generation.tasks import Task
 from pipelines.generation.trajectory import seed_of
-from pipelines.harness.addresses import answering_at
 from pipelines.harness.engine_api import EngineApp, completed
 from pipelines.harness.launchers import CommandHarness, Endpoint, outcome_of
+from pipelines.record.serving import answering_at
 from schemas.errors import RolloutError
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.generation_helpers import ASK, chatty_model

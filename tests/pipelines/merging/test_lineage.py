@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelines.drift_diagnosis import diagnose
-from pipelines.merging.lineage import continued_rows
-from pipelines.merging.prefix_tree import Ancestry, prefix_tree
+from pipelines.merging.lineage import Ancestry, continued_rows, prefix_tree
 from rollout_io.dataset.prefix_layout import encode_prefixes
 from tests.helpers.examples import examples
 from tests.rollout_io.dataset.test_prefix import SHAPES, num_calls, trajectories

@@ -6,11 +6,11 @@ import pytest
 
 import rollout_io
 from pipelines.drift_diagnosis import diagnose
-from pipelines.filtering.filters import duplicates
-from pipelines.filtering.near_duplicates import near_duplicates
-from pipelines.filtering.verdicts import judge
+from pipelines.filtering import judge
+from pipelines.filters import duplicates
 from pipelines.merging.merge import merge, unmerge
-from pipelines.statistics.parting import broken_prefixes
+from pipelines.similarity import near_duplicates
+from pipelines.statistics.attempts import broken_prefixes
 from pipelines.statistics.savings import dataset_savings
 from rollout_io.cli.trajectory_text import view_trajectory
 from rollout_io.dataset.checking import mixed_groups

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 
 import pipelines
-from pipelines.merging.versions import split_versions
+from pipelines.merging.merge import split_versions
 from schemas.strategies import rollout_tables
 
 COLUMNS = ("policy_version", "policy_versions", "rollout_logprobs", "sampling_support")

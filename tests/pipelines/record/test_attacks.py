@@ -7,7 +7,7 @@ from urllib.parse import quote
 import httpx2
 import pytest
 
-from pipelines import http_app, http_server
+from pipelines import http_server
 from pipelines.record import sessions
 from tests.helpers.fake_engine import FakeEngine, running
 from tests.helpers.recorder_helpers import (
@@ -107,7 +107,7 @@ async def test_a_request_that_does_not_come_is_not_waited_for(
     engine, tmp_path, monkeypatch, sent, rule
 ):
     monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(http_app, "BODY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(http_server, "BODY_TIMEOUT_S", 0.2)
 
     async with recording(tmp_path / "ds", engine.url) as client:
         said = await asked_raw(client.root, sent)

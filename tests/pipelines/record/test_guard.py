@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pipelines.http_app import error_response
+from pipelines.http_server import error_response
 from pipelines.origin_guard import Guard
 from schemas.errors import RolloutError
 from tests.helpers.recorder_helpers import CHAT, TEXT, asked_raw, recording, request_of, rows

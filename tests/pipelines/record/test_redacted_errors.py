@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from pipelines.http_app import JSON
+from pipelines.http_server import JSON
 from schemas.errors import InputError, reasons_of
 from schemas.excerpts import cleaning, fragment, quoted
 from tests.helpers.recorder_helpers import outcomes, recording

@@ -6,7 +6,7 @@ import pytest
 
 from pipelines.record import recorder
 from pipelines.record.client import RecorderClient
-from pipelines.record.targets import key_of, path_of, target_of
+from pipelines.record.sessions import key_of, path_of, target_of
 from rollout_io.cli.main import run
 from rollout_io.dataset.reader import read_metadata
 from schemas.columns import metrics_dict
@@ -263,7 +263,7 @@ async def test_the_helper_opens_a_session_and_ends_it_with_its_block(engine, tmp
 
 
 async def test_other_calls_continue_while_a_long_response_is_decoded(tmp_path, monkeypatch):
-    read, reading, others_done = recorder._read, threading.Event(), threading.Event()
+    read, reading, others_done = recorder.seen_in, threading.Event(), threading.Event()
 
     def slow_read(response, where):
         if where == "session long/0":
@@ -271,7 +271,7 @@ async def test_other_calls_continue_while_a_long_response_is_decoded(tmp_path, m
             assert others_done.wait(10)
         return read(response, where)
 
-    monkeypatch.setattr(recorder, "_read", slow_read)
+    monkeypatch.setattr(recorder, "seen_in", slow_read)
     monkeypatch.setattr(recorder, "LONG_BYTES", 1000)
     stream = CHAT | {"stream": True}
 

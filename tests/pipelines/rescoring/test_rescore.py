@@ -12,9 +12,8 @@ from pipelines import merge, trajectory_returns
 from pipelines.generation.environments import resolve
 from pipelines.rescoring.attempts import attempts
 from pipelines.rescoring.rescore import rescore
-from pipelines.rescoring.scorers import Scorer
-from pipelines.rescoring.sources import source_digests
-from pipelines.rescoring.versions import with_version
+from pipelines.rescoring.scorers import Scorer, source_digests
+from pipelines.rewards import with_version
 from rollout_io import RolloutWriter, scan, validate
 from rollout_io.cli.main import run
 from rollout_io.dataset.versions import digests, read_version, version_path

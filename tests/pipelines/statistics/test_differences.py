@@ -14,15 +14,16 @@ from polars.testing import assert_frame_equal
 from benchmarks.diff_errors import SHAPES, measured
 from pipelines import merge
 from pipelines.cli.diff import suspected
-from pipelines.statistics import resampling
-from pipelines.statistics.attempts import attempts
-from pipelines.statistics.differences import DIRECTIONS, differences, suspicions
-from pipelines.statistics.parting import broken_prefixes, greedy_partings
-from pipelines.statistics.resampling import (
+from pipelines.statistics import differences as comparison
+from pipelines.statistics.attempts import attempts, broken_prefixes, greedy_partings
+from pipelines.statistics.differences import (
+    DIRECTIONS,
+    differences,
     discoveries,
     least_changed,
     mean_intervals,
     permutation_test,
+    suspicions,
 )
 from rollout_io import RolloutWriter, scan
 from rollout_io.cli.main import run
@@ -327,7 +328,7 @@ def test_suspicions_and_certain_numbers_are_false_in_at_most_5_percent(shape):
 @pytest.mark.parametrize("level", [0.95, 0.997])
 def test_quantiles_are_those_of_students_t(free, level):
     """By numerical integration of the density."""
-    q = resampling._student_quantile(level, free)
+    q = comparison._student_quantile(level, free)
     x = np.linspace(0.0, q, 200_001)
     log = math.lgamma((free + 1) / 2) - math.lgamma(free / 2) - math.log(free * math.pi) / 2
     density = np.exp(log - (free + 1) / 2 * np.log1p(x**2 / free))
@@ -490,14 +491,14 @@ def test_a_bound_that_is_not_0_does_not_look_like_0():
 def test_splits_in_blocks_are_those_of_one_block(monkeypatch, num):
     rng = np.random.default_rng(3)
     first, second = rng.normal(size=num), rng.normal(0.15, size=num)
-    monkeypatch.setattr(resampling, "MOST_SPLITS", 2000)
-    monkeypatch.setattr(resampling, "_MOST_KEPT", 10_000)
-    resampling._splits.cache_clear()
+    monkeypatch.setattr(comparison, "MOST_SPLITS", 2000)
+    monkeypatch.setattr(comparison, "_MOST_KEPT", 10_000)
+    comparison._splits.cache_clear()
     whole = permutation_test(first, second)
-    monkeypatch.setattr(resampling, "_MOST_KEPT", 0)
-    monkeypatch.setattr(resampling, "_BLOCK", 7 * num)
-    sizes = [len(block) for block in resampling._blocks(num, num)]
-    resampling._splits.cache_clear()
+    monkeypatch.setattr(comparison, "_MOST_KEPT", 0)
+    monkeypatch.setattr(comparison, "_BLOCK", 7 * num)
+    sizes = [len(block) for block in comparison._blocks(num, num)]
+    comparison._splits.cache_clear()
     assert sum(sizes) == 2000
     assert max(sizes) * 2 * num <= 7 * num
     assert permutation_test(first, second) == whole

@@ -14,12 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipelines import dataset_statistics, merge
-from pipelines.statistics.distributions import (
+from pipelines.statistics.summary import (
     Distribution,
+    dataset_summary,
     length_distributions,
     reward_distribution,
 )
-from pipelines.statistics.summary import dataset_summary
 from rollout_io import RolloutWriter, scan
 from rollout_io.cli.main import run
 from rollout_io.conversion.logged_notes import conversion_notes

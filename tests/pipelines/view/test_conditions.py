@@ -6,8 +6,8 @@ import polars as pl
 import pytest
 from hypothesis import given, settings
 
-from pipelines.filtering.filters import where
-from pipelines.filtering.verdicts import judge
+from pipelines.filtering import judge
+from pipelines.filters import where
 from pipelines.merging.merge import merge
 from pipelines.view.trajectory_index import TrajectoryIndex
 from rollout_io import RolloutWriter, scan

@@ -10,8 +10,7 @@ import polars as pl
 import pyarrow as pa
 import pytest
 
-from pipelines.view.export import export, inlined, key_of
-from pipelines.view.packing import Packing
+from pipelines.view.export import Packing, export, inlined, key_of
 from rollout_io import scan
 from schemas.errors import RolloutError
 from tests.helpers.report_helpers import answers_in, bits_of, large_run

@@ -11,7 +11,7 @@ from pipelines import merge, merge_table, unmerge_table
 from pipelines.rescoring.finders import FINDERS
 from pipelines.rescoring.rescore import rescore
 from pipelines.rescoring.scorers import Scorer
-from pipelines.view.findings import _rows_of_steps
+from pipelines.view.annotations import _rows_of_steps
 from rollout_io import RolloutWriter, scan
 from schemas.metadata import DatasetMetadata
 from schemas.strategies import rollout_tables

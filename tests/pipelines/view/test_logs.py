@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.logs import session, write_sessions
 from pipelines.view import log_index
 from pipelines.view.log_index import Job, Part, Whole, index_logs
-from pipelines.view.path_kinds import kind_of_path
+from pipelines.view.paths import kind_of_path
 from pipelines.view.sources import Sources
 from rollout_io import convert, scan
 from schemas.errors import RolloutError

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.view.names import absolute, distinct_names
+from pipelines.view.paths import absolute, distinct_names
 from rollout_io import RolloutWriter, scan
 from tests.helpers.view_helpers import Asked
 

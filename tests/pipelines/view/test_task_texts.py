@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.view.task_texts import add_starts
+from pipelines.view.index_columns import add_starts
 from rollout_io import RolloutWriter, scan
 from rollout_io.cli.main import run
 from rollout_io.dataset.trajectory_facts import MAX_TASK_CHARS, task_text

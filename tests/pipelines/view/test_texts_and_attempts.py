@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipelines import merge
-from pipelines.statistics.parting import parting, sampled_ranges
-from pipelines.tables import as_lazy
+from pipelines.frames import as_lazy
+from pipelines.statistics.attempts import parting, sampled_ranges
 from rollout_io import RolloutWriter
 from schemas.strategies import rollout_tables
 from schemas.types import with_absent

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from pipelines.drift_diagnosis.readers import decode, special_ids, turns_of_ids
+from pipelines.drift_diagnosis.texts import decode, special_ids, turns_of_ids
 from pipelines.view.tokenizers import Tokenizers
 from rollout_io.retokenize import load_tokenizer
 

@@ -9,10 +9,10 @@ import pyarrow as pa
 import pytest
 
 from pipelines import drift
-from pipelines.filtering.filters import where
-from pipelines.filtering.verdicts import judge
+from pipelines.filtering import judge
+from pipelines.filters import where
 from pipelines.rewards import place_rewards, trajectory_returns
-from pipelines.view.attempts import tasks
+from pipelines.view.trajectories import tasks
 from pipelines.view.trajectory_index import TrajectoryIndex, by_numbers
 from rollout_io import RolloutWriter, scan
 from schemas.errors import RolloutError

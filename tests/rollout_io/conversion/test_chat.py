@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import rollout_io
-from pipelines.drift_diagnosis.readers import read_messages
+from pipelines.drift_diagnosis.texts import read_messages
 from rollout_io.cli.main import run
 from rollout_io.cli.trajectory_text import view_trajectory
 from rollout_io.conversion.plan import Keywords

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.filtering.filters import where
+from pipelines.filters import where
 from rollout_io.cli.main import run
 from rollout_io.dataset.conditions import condition_of
 from rollout_io.dataset.sql_expressions import MOST_OPERATORS

@@ -12,7 +12,7 @@ import pytest
 
 import rollout_io
 from pipelines.generation.config import GenerateConfig
-from pipelines.generation.dataset import missing_tasks
+from pipelines.generation.run import missing_tasks
 from pipelines.record.shards import Shards
 from rollout_io import convert
 from rollout_io.cli.main import run

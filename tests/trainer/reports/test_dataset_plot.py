@@ -10,8 +10,7 @@ import pytest
 from PIL import Image
 
 import rollout_io
-from pipelines.drift_diagnosis.report import Report
-from pipelines.drift_diagnosis.table import diagnose_dataset
+from pipelines.drift_diagnosis.diagnosis import Report, diagnose_dataset
 from pipelines.statistics.savings import dataset_savings
 from rollout_io.cli.main import run
 from rollout_io.dataset.parallel import Workers

@@ -15,7 +15,7 @@ import numpy as np
 import polars as pl
 import torch
 
-from pipelines.tables import ROUTING
+from pipelines.frames import ROUTING
 from trainer.forensics.audit.hypotheses import Span, labelled
 from trainer.forensics.audit.judge import PENALTY, UNRELATED_FACTOR, Fit, Judge
 from trainer.forensics.audit.prompts import PromptVariants

@@ -12,9 +12,9 @@ import numpy.typing as npt
 import polars as pl
 
 import pipelines
-from pipelines.merging.versions import VERSIONS, split_versions
+from pipelines.frames import ROUTING
+from pipelines.merging.merge import VERSIONS, split_versions
 from pipelines.sampling_defaults import COLUMNS, NEUTRAL, SamplingDefaults
-from pipelines.tables import ROUTING
 from rollout_io.dataset.versions import with_stored_digest
 from rollout_io.formats.parsing.bodies import sampling_extra_of
 from schemas.columns import PICTURES, arrow_schema

@@ -1,4 +1,4 @@
-/** The answers in a one-file report, in the format of `pipelines/view/packing.py`. */
+/** The answers in a one-file report, in the format of `pipelines/view/export.py`. */
 
 import { RecordBatch, Schema, Table, tableFromIPC } from "apache-arrow";
 

@@ -1,4 +1,8 @@
-"""What the table of trajectories shows of logs: counts of text in place of counts of tokens."""
+"""Columns of the viewer's index: short values of rows, starts of tasks, and what logs have of text.
+
+Of rows, these are scalars, with long texts cut, and numbers of tokens; of logs, counts of text in place
+of counts of tokens.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,21 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines.tables import as_lazy
+from pipelines.frames import as_lazy
+from pipelines.statistics.summary import row_lengths
 from pipelines.turns import lanes_of
-from rollout_io.dataset.trajectory_facts import CALLED, count_calls, tool_calls
+from rollout_io.dataset.trajectory_facts import CALLED, count_calls, task_start, tool_calls
 from schemas.messages import RETOKENIZED
+from schemas.numpy_arrays import to_frame
 from schemas.ragged import list_lengths
-from schemas.types import with_absent
+from schemas.types import PREFIX_TYPES, is_string, with_absent
+
+MAX_TEXT = 200
+"""Characters that the index keeps of a longer text, followed by its length and a hash."""
+
+LENGTHS = frozenset(f"num tokens: {name}" for name in ("prompt", "response", "sampled", "trained"))
+"""Columns that the index adds to rows; the dataset's columns with these names are not kept."""
+_NOT_KEPT = frozenset({"messages", "response_text", "source", "sampling_extra"})
 
 FACTS = {
     "task_text": pl.String,
@@ -33,8 +46,79 @@ FACTS = {
     "modified": pl.String,
 }
 """Columns of the table of trajectories that only logs have; conditions may use them."""
-
 TASK_CHARS = 160
+
+
+def kind_of(kind: pa.DataType) -> str:
+    """Classify the type of a column for the page: number, text, bool or other."""
+    types = pa.types
+    if types.is_dictionary(kind):
+        return kind_of(kind.value_type)
+    if types.is_boolean(kind):
+        return "bool"
+    if types.is_integer(kind) or types.is_floating(kind):
+        return "number"
+    return "text" if is_string(kind) else "other"
+
+
+def kept_columns(schema: pa.Schema) -> list[str]:
+    """List the columns that the index keeps for each row: scalars, except long texts."""
+    left_out = {*_NOT_KEPT, *PREFIX_TYPES, *LENGTHS}
+    return [f.name for f in schema if kind_of(f.type) != "other" and f.name not in left_out]
+
+
+def short_rows(table: pa.Table, names: list[str], cut: set[str]) -> pl.DataFrame:
+    """Return the columns `names` of a table's rows, and numbers of tokens; add cut columns to `cut`."""
+    rows = to_frame({name: table.column(name) for name in names})
+    rows = rows.with_columns(pl.col(pl.Categorical, pl.Enum).cast(pl.String))
+    for name in set(names) - {"instance_id", "trajectory_id"}:
+        column = rows[name]
+        if column.dtype == pl.String and (column.str.len_bytes() > MAX_TEXT).any():
+            shown = cut_texts(column)
+            if not shown.equals(column, null_equal=True):
+                cut.add(name)
+                rows = rows.with_columns(shown.alias(name))
+    lengths = row_lengths(table).select(
+        pl.col("prompt", "response", "sampled", "trained")
+        .cast(pl.Int32)
+        .name.prefix("num tokens: ")
+    )
+    return rows.hstack(lengths)
+
+
+def cut_texts(texts: pl.Series) -> pl.Series:
+    """Truncate long texts; the appended length and hash distinguish texts that begin alike."""
+    length, number = texts.str.len_chars(), texts.hash(0) % 10**12
+    marks = pl.format(
+        "{}\u2026 [cut: {} characters, #{}]", texts.str.head(MAX_TEXT), length, number
+    )
+    return pl.select(pl.when(length > MAX_TEXT).then(marks).otherwise(texts)).to_series()
+
+
+def add_starts(table: pa.Table, starts: dict[str, str | None]) -> None:
+    """Add the start of the text of each task that a table introduces, on one line.
+
+    Args:
+        table: The next rows of a dataset, with `instance_id`; without `messages`, texts are None.
+        starts: Starts by instance_id.
+    """
+    frame = to_frame({"instance_id": table.column("instance_id"), "step": first_steps(table)})
+    begun = frame.with_row_index("row").sort("step", maintain_order=True)
+    begun = begun.unique("instance_id", keep="first").sort("row")
+    messages = table.column("messages") if "messages" in table.column_names else None
+    for row, name, _ in begun.rows():
+        if name not in starts:
+            starts[name] = None if messages is None else task_start(messages[row].as_py())
+
+
+def first_steps(table: pa.Table) -> pa.ChunkedArray:
+    """Return the index of each row's first step: a merged row may stand after one that began later."""
+    steps = table.column("step_index")
+    if "segments" not in table.column_names:
+        return steps
+    frame = to_frame({"step": steps, "of": table.column("segments")})
+    first = pl.col("of").list.first().struct.field("step_index").fill_null(pl.col("step"))
+    return frame.select(first.alias("step")).to_arrow().column("step")
 
 
 def facts_of(table: pa.Table) -> pl.DataFrame:

@@ -1,8 +1,9 @@
-"""Decide in one pass which trajectories are dropped or masked, and by which filter.
+"""Decide in one pass which trajectories are dropped or masked, and by which filter; drop single rows.
 
-`judge` lists the verdicts, and changes no row: it reads only ids, rewards and the columns that filters use, and keeps one line per trajectory
-in memory. `apply_filters` then drops trajectories; `apply_masks` excludes them from the loss, but
-keeps them in the table and in baselines. The filters are in `pipelines.filtering.filters`.
+`judge` lists the verdicts, and changes no row: it reads only ids, rewards and the columns that filters
+use, and keeps one line per trajectory in memory. `apply_filters` then drops trajectories; `apply_masks`
+excludes them from the loss, but keeps them in the table and in baselines. `keep_rows` drops rows, and
+keeps the table valid. The filters are in `pipelines.filters`.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import Literal
 
 import polars as pl
 
-from pipelines.rewards import Outcome, fold_trajectories
-from pipelines.tables import Frame, as_lazy
-from rollout_io.dataset.conditions import POLARS_ERRORS, check_columns, types_in
+from pipelines.frames import Frame, as_lazy
+from pipelines.rewards import Outcome, fold_trajectories, place_outcomes, trajectory_returns
+from rollout_io.dataset.conditions import POLARS_ERRORS, check_columns, holds, types_in
 from rollout_io.dataset.trajectory_conditions import (
     TOOL_FUNCTIONS,
     TrajectoryCondition,
@@ -24,12 +25,15 @@ from rollout_io.dataset.trajectory_conditions import (
 )
 from rollout_io.dataset.trajectory_facts import Fold, joined_steps
 from schemas.columns import PICTURES
-from schemas.errors import ConfigError, InputError, count
+from schemas.errors import ConfigError, InputError, InvariantError, count, first_of
 from schemas.types import with_absent
 
 _IS_MASKED = "is masked"
 STEPS = "joined steps"
 """Extra column that a filter's `row` expression may use: see `joined_steps`."""
+
+_ROW = ("trajectory_id", "step_index")
+_NEW_INDEX, _NEW_LAST = "__step_index_anew__", "__is_last_step_anew__"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +99,7 @@ def judge(frame: Frame, filters: Filters, outcome: Outcome = "last") -> pl.DataF
     features, matches = {}, {}
     for number, rule in enumerate(filters):
         if rule.row is not None:
-            check_expression(frame, rule.row, rule.name)
+            _check_expression(frame, rule.row, rule.name)
             features[f"value_{number}"] = (rule.row, rule.fold)
         if rule.condition is not None:
             matches[number] = evaluate(frame, rule.condition, outcome)
@@ -200,13 +204,8 @@ def refuse_nothing(verdicts: pl.DataFrame, counts: pl.DataFrame, where: str) -> 
     raise InputError("nothing_left", where, finding, hint=hint)
 
 
-def check_expression(frame: pl.LazyFrame, expression: pl.Expr, name: str) -> None:
-    """Raise if an expression cannot be computed from the frame's columns, before reading any row.
-
-    Raises:
-        ConfigError: `known_column`: the expression uses an unknown column; `condition`: Polars
-            cannot evaluate it.
-    """
+def _check_expression(frame: pl.LazyFrame, expression: pl.Expr, name: str) -> None:
+    """Raise if an expression cannot be computed from the frame's columns, before reading any row."""
     schema = frame.collect_schema()
     known = [column for column in schema if column != STEPS]
     used = [column for column in expression.meta.root_names() if column != STEPS]
@@ -287,3 +286,116 @@ def mask(frame: Frame, verdicts: pl.DataFrame) -> pl.LazyFrame:
     nothing = pl.col("loss_mask").list.eval(pl.element() & False)
     kept = pl.when(pl.col(_IS_MASKED)).then(nothing).otherwise("loss_mask")
     return rows.with_columns(loss_mask=kept).drop(_IS_MASKED)
+
+
+def keep_rows(
+    frame: Frame, condition: str | pl.Expr, *, outcome: Outcome = "last", move_outcome: bool = False
+) -> tuple[pl.LazyFrame, dict[str, int]]:
+    """Keep the rows that match a condition, and renumber the steps of each trajectory.
+
+    `step_index` counts the kept rows from 0, and the last kept row is marked as the last step. A
+    trajectory without a kept row is dropped. No reward is lost silently: if dropping rows would
+    change a trajectory's return (for example, by dropping its last step), an error is raised,
+    unless `move_outcome` places the original return on the last kept row and 0.0 on the rows before
+    it. Null remains null, and failed trajectories remain failed. `segments` keep the original step
+    indices.
+
+    Args:
+        frame: Rows of complete trajectories; a merged row is kept or dropped as a whole.
+        condition: A Polars expression over any columns, or SQL; null is treated as false.
+        outcome: How returns are computed (see `trajectory_returns`); they must not change.
+        move_outcome: Move the return of every trajectory to its last kept row.
+
+    Returns:
+        The kept rows, in order; and counts {num_rows,num_trajectories,num_groups}_{before,dropped}.
+
+    Raises:
+        InputError: `return_unchanged`: a trajectory's return would change; `nothing_left`: no row
+            matches.
+        InvariantError: `step_index_sequence`: a step occurs twice.
+
+    Example:
+        Steps of one trajectory, by agents main, checker and main, the last with reward 1.0:
+
+        >>> rows, counts = keep_rows(steps, "agent = 'main'")
+        >>> rows.select("step_index", "is_last_step", "reward").collect().rows()
+        [(0, False, 0.0), (1, True, 1.0)]
+    """
+    frame = as_lazy(frame)
+    index = index_rows(frame, condition)
+    counts = count_rows(index)
+    if counts["num_rows_before"] and counts["num_rows_before"] == counts["num_rows_dropped"]:
+        finding = f"no row is left: kept 0 of {count(counts['num_rows_before'], 'row')}"
+        hint = "loosen the condition, or inspect the data: rollouts inspect DS"
+        raise InputError("nothing_left", str(condition), finding, hint=hint)
+    rows = renumber(frame, index)
+    returns = trajectory_returns(frame, outcome).collect(engine="streaming")
+    if move_outcome:
+        return place_outcomes(rows, returns.rename({"return": "reward"})), counts
+    _refuse_changed(returns, trajectory_returns(rows, outcome).collect(engine="streaming"))
+    return rows, counts
+
+
+def index_rows(frame: pl.LazyFrame, condition: str | pl.Expr) -> pl.DataFrame:
+    """Evaluate the condition on every row, and compute the new step numbers.
+
+    Returns:
+        One entry per row of the frame: instance_id, trajectory_id, step_index, kept, and the new
+        step_index (int32) and is_last_step (bool), which are meaningless where `kept` is false.
+    """
+    test, kept = holds(condition), pl.col("kept")
+    frame = with_absent(frame, test.meta.root_names())
+    _check_expression(frame, test, str(condition))
+    rows = collect(frame.select("instance_id", *_ROW, kept=test), str(condition))
+    _refuse_repeated(rows)
+    count = kept.cast(pl.Int32).cum_sum()
+    return rows.with_columns(
+        (count - 1).over("trajectory_id").alias(_NEW_INDEX),
+        (count == kept.sum()).over("trajectory_id").alias(_NEW_LAST),
+    )
+
+
+def _refuse_repeated(rows: pl.DataFrame) -> None:
+    repeated = rows.filter(pl.struct(_ROW).is_duplicated())
+    if len(repeated):
+        first = repeated.row(0, named=True)
+        where = f"trajectory {first['trajectory_id']!r}"
+        finding, hint = f"step {first['step_index']} occurs twice", "run rollouts validate DS"
+        raise InvariantError("step_index_sequence", where, finding, hint=hint)
+
+
+def renumber(frame: Frame, index: pl.DataFrame) -> pl.LazyFrame:
+    """Select the rows that `index_rows` keeps, with their new numbers.
+
+    Runs in the streaming engine.
+    """
+    frame = as_lazy(frame)
+    names = frame.collect_schema().names()
+    numbers = index.filter("kept").select(*_ROW, _NEW_INDEX, _NEW_LAST).lazy()
+    joined = frame.join(numbers, on=_ROW, how="inner", maintain_order="left")
+    number = pl.col(_NEW_INDEX).cast(pl.Int32)
+    return joined.with_columns(step_index=number, is_last_step=_NEW_LAST).select(names)
+
+
+def count_rows(index: pl.DataFrame) -> dict[str, int]:
+    """Count all rows, trajectories and groups, and how many of each are dropped."""
+    counts, remaining = {}, index.filter("kept")
+    for name, column in {"trajectories": "trajectory_id", "groups": "instance_id"}.items():
+        before = index[column].n_unique()
+        counts[f"num_{name}_before"] = before
+        counts[f"num_{name}_dropped"] = before - remaining[column].n_unique()
+    rows = {"num_rows_before": len(index), "num_rows_dropped": len(index) - len(remaining)}
+    return rows | counts
+
+
+def _refuse_changed(before: pl.DataFrame, after: pl.DataFrame) -> None:
+    joined = after.join(before, on="trajectory_id", suffix="_before", maintain_order="left")
+    changed = joined.filter(pl.col("return").ne_missing(pl.col("return_before")))
+    if changed.is_empty():
+        return
+    first = changed.row(0, named=True)
+    where = first_of(f"trajectory {first['trajectory_id']!r}", len(changed))
+    was, now = first["return_before"], first["return"]
+    finding = f"dropping rows would change its return from {was} to {now}"
+    hint = "move the return to the last kept row: --move-outcome (move_outcome=True)"
+    raise InputError("return_unchanged", where, finding, hint=hint)

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from pipelines.filtering.verdicts import STEPS, Filter
+from pipelines.filtering import STEPS, Filter
 from pipelines.rewards import are_equal, is_above, is_best
 from rollout_io.dataset.storage import PathLike
 from rollout_io.dataset.trajectory_conditions import TrajectoryCondition

@@ -1,26 +1,88 @@
-"""Compare the attempts at one task, and find the first sampled token at which two differ."""
+"""A trajectory as a conversation, one lane per agent; and the attempts at a task: where they part."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import polars as pl
+import pyarrow as pa
 
-from pipelines.statistics.parting import Sampled, parting, sampled_ranges
-from pipelines.view.conversation import conversation
+from pipelines.statistics.attempts import Sampled, parting, sampled_ranges
+from pipelines.turns import TURN_COLUMNS, lanes_of
 from pipelines.view.dataset import Dataset
+from pipelines.view.index_columns import first_steps
 from pipelines.view.responses import shortened
 from pipelines.view.runs import Run
-from pipelines.view.task_texts import first_steps
 from rollout_io.dataset.checking import digest_of
 from rollout_io.dataset.trajectory_facts import task_text
 from schemas.columns import PICTURES
+from schemas.messages import RETOKENIZED
 from schemas.pictures import identities
 from schemas.ragged import Ragged
 
 MAX_TASKS = 10_000
 _BEFORE_CHARS, _AFTER_CHARS = 120, 160
+
+
+def conversation(dataset: Dataset, trajectory_id: str) -> dict[str, Any]:
+    """Return the turns of a trajectory by agent (see `lanes_of`), its error and its return."""
+    number = dataset.index.number(trajectory_id)
+    names = dataset.present(*TURN_COLUMNS)
+    if "segments" in names:
+        names = [n for n in dataset.reader.schema.names if n != "rollout_expert_indices"]
+    table = dataset.trajectory(number, names)
+    lanes = lanes_of(table, dataset.token_bytes, dataset.chat_tokenizer)
+    findings = dataset.findings.of(dataset, trajectory_id)
+    for one in findings:
+        if (turn := _turn_of(one, lanes.values())) is not None:
+            turn.setdefault("findings", []).append(one)
+    errors = table.column("error").drop_null() if "error" in table.column_names else []
+    error = errors[0].as_py() if len(errors) else None
+    return {
+        "lanes": [
+            {"agent": name, "turns": list(map(_shown, turns))} for name, turns in lanes.items()
+        ],
+        "findings": [one for one in findings if one["row"] is None],
+        "error": None if error is None else shortened(error),
+        "return": dataset.index.trajectories["return"][number],
+        "is_approximate": _is_retokenized(table),
+    }
+
+
+PLACES = frozenset({"image", "file"})
+"""Types of parts whose text is where the file is."""
+
+
+def _turn_of(
+    finding: Mapping[str, Any], lanes: Iterable[list[dict[str, Any]]]
+) -> dict[str, Any] | None:
+    """Return the turn that a finding is about, or else the last turn of its row."""
+    turns = [turn for turns in lanes for turn in turns if turn["row"] == finding["row"]]
+    for turn in turns:
+        start, length = turn["span"] or (0, 0)
+        if start <= finding["at"] < start + length:
+            return turn
+    return turns[-1] if turns and finding["row"] is not None else None
+
+
+def _shown(turn: dict[str, Any]) -> dict[str, Any]:
+    """Return a turn for the page: long parts are cut; `num_chars` counts them whole."""
+    parts, span = turn["parts"], turn["span"]
+    return {
+        **{name: turn[name] for name in ("role", "is_new", "trained", "from", "stop_reason")},
+        "step_index": turn["row"],
+        "findings": turn.get("findings", []),
+        "num_tokens": None if span is None else span[1],
+        "num_chars": sum(len(part["text"]) for part in parts if part["type"] not in PLACES),
+        "parts": [{**part, "text": shortened(part["text"])} for part in parts],
+    }
+
+
+def _is_retokenized(table: pa.Table) -> bool:
+    """True if the tokens of a row come from re-tokenized text."""
+    rows = zip(table.column("response_ids"), table.column("token_source"), strict=True)
+    return any(len(ids) and source.as_py() == RETOKENIZED for ids, source in rows)
 
 
 def group(
@@ -29,7 +91,7 @@ def group(
     """Return the attempts at a task, each compared with the first."""
     numbers = dataset.index.group(instance_id).tolist()
     lines = dataset.index.trajectories[numbers].to_dicts()
-    advantages = mean_advantages(dataset, run, update)
+    advantages = _mean_advantages(dataset, run, update)
     parts_at_of = parted(dataset, numbers[0])
     attempts = []
     for number, line in zip(numbers, lines, strict=True):
@@ -91,14 +153,14 @@ def parted(a: Dataset, number: int) -> Callable[[Dataset, int], dict[str, Any] |
     """Return a function that finds where a trajectory differs from a trajectory of `a`.
 
     Datasets are compared by sampled tokens (`parting`); logs, whose text may have no tokens, by the
-    text of the answers (`text_parting`).
+    text of the answers (`_text_parting`).
     """
     if a.is_log:
         said = answers_of(a, number)
-        return lambda b, other: text_parting(said, answers_of(b, other))
+        return lambda b, other: _text_parting(said, answers_of(b, other))
     first = sampled_tokens(a, number)
     return lambda b, other: (
-        text_parting(answers_of(a, number), answers_of(b, other))
+        _text_parting(answers_of(a, number), answers_of(b, other))
         if b.is_log
         else parting(first, sampled_tokens(b, other))
     )
@@ -118,7 +180,7 @@ def answers_of(dataset: Dataset, number: int) -> list[tuple[int, str]]:
     ]
 
 
-def text_parting(
+def _text_parting(
     first: Sequence[tuple[int, str]], other: Sequence[tuple[int, str]]
 ) -> dict[str, Any] | None:
     """Find the first character at which the answers of `other` differ from those of `first`.
@@ -129,7 +191,7 @@ def text_parting(
         `first`.
 
     Example:
-        >>> text_parting([(0, "abc")], [(0, "abd")])["said"]
+        >>> _text_parting([(0, "abc")], [(0, "abd")])["said"]
         [['ab', 'c'], ['ab', 'd']]
     """
     for answer, (row, text) in enumerate(other):
@@ -179,7 +241,7 @@ def tasks(trajectories: pl.DataFrame, limit: int) -> dict[str, Any]:
     return {"tasks": found.head(min(limit, MAX_TASKS)).to_dicts(), "total": len(found)}
 
 
-def mean_advantages(dataset: Dataset, run: Run | None, update: int | None) -> dict[str, float]:
+def _mean_advantages(dataset: Dataset, run: Run | None, update: int | None) -> dict[str, float]:
     """Return the mean advantage of each trajectory in an update; empty without an update."""
     if run is None or update is None:
         return {}

@@ -1,15 +1,20 @@
-"""Tell datasets, runs, tables about them and logs apart, without reading more than their beginnings."""
+"""What paths are that a user passes (datasets, runs, tables, logs), and their short names for menus.
+
+Only the beginnings of files are read.
+"""
 
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipelines.view.row_tables import kind_of_table
+from pipelines.view.annotations import kind_of_table
 from pipelines.view.run_files import is_run
 from rollout_io.conversion.opened_logs import AUTO
 from rollout_io.dataset.storage import SHARD_SUFFIX, STAGING, Location
@@ -66,3 +71,34 @@ def _columns(path: str) -> list[str]:
         return list(pq.read_schema(path).names) if os.path.isfile(path) else []  # noqa: PTH113
     except (pa.ArrowException, OSError):
         return []
+
+
+def absolute(path: str) -> str:
+    """Return a local path as an absolute path, and a URL as it is."""
+    return path if "://" in path else os.path.abspath(path)  # noqa: PTH100
+
+
+def short_name(path: str) -> str:
+    """Return the last part of a path."""
+    return path.rstrip("/").rpartition("/")[2] or path
+
+
+def distinct_names(paths: Sequence[str]) -> list[str]:
+    """Return the shortest end of each path that no other path has.
+
+    Example:
+        >>> distinct_names(["runs/a/merged", "runs/b/merged", "shop/"])
+        ['a/merged', 'b/merged', 'shop']
+    """
+    parts = [absolute(path.rstrip("/")).split("/") for path in paths]
+    sizes = [1] * len(parts)
+    while True:
+        names = ["/".join(segments[-size:]) for segments, size in zip(parts, sizes, strict=True)]
+        counts = Counter(names)
+        longer = [
+            min(size + (counts[name] > 1), len(segments))
+            for segments, size, name in zip(parts, sizes, names, strict=True)
+        ]
+        if longer == sizes:
+            return [name or path for name, path in zip(names, paths, strict=True)]
+        sizes = longer

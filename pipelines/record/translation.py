@@ -1,7 +1,7 @@
-"""Calls in the dialects of harnesses: their routes, headers, streams and errors.
+"""Translate calls between clients and engines: routes, headers, answers, streams and errors.
 
-The recorder serves and records them as chat completions (`model_call`); this module says what the
-harness gets.
+The recorder serves and records the dialects of harnesses as chat completions (`model_call`), and may
+send a chat as a text completion (`exact_prefix`). The client gets what it asked for.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import compile_path
 
-from pipelines.http_app import JSON, error_event, error_response, message_of, status_of
+from pipelines.http_server import JSON, error_event, error_response, message_of, status_of
 from pipelines.record.dialects.base import Chat, DialectCall, Usage
-from pipelines.record.engine_requests import MODEL_APIS, Asked, ModelApi, value_of
+from pipelines.record.engine_requests import MODEL_APIS, NULL, Asked, Fields, ModelApi, value_of
 from pipelines.record.engine_responses import DONE, Answer, Events, data_of
-from pipelines.record.targets import KEY_HEADERS, api_key_of
-from pipelines.record.text_as_chat import ChatShown, chunks_of
+from pipelines.record.sessions import KEY_HEADERS, api_key_of
 from pipelines.record.upstreams import Answered, Upstreams, passed_on
 from schemas.errors import EngineError, RolloutError
 
@@ -33,6 +32,8 @@ ESTIMATED = "x-rollouts-estimated"
 _CHAT = msgspec.json.Decoder(Chat)
 _OWN_HEADERS = ("anthropic-", "x-goog-", "x-stainless-", "openai-")
 _BYTES_A_TOKEN = 4
+_MESSAGE = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
+_OF_TEXT = frozenset({"text", "message", "prompt_token_ids", "prompt_logprobs"})
 
 
 class _Length(msgspec.Struct):
@@ -78,7 +79,7 @@ def received(api: ModelApi, body: bytes, request: Request) -> Received:
     if api.dialect is None:
         return Received(path, headers, body, None)
     dialect = api.dialect(body, path, request.query_params)
-    return Received(CHAT_PATH, engine_headers(headers), msgspec.json.encode(dialect.chat), dialect)
+    return Received(CHAT_PATH, _engine_headers(headers), msgspec.json.encode(dialect.chat), dialect)
 
 
 @cache
@@ -87,14 +88,14 @@ def _patterns(apis: tuple[ModelApi, ...]) -> list[tuple[re.Pattern[str], type[Di
     return [(re.compile(p.removeprefix("^")), d) for p, d in routes if d is not None]
 
 
-def dialect_at(path: str) -> type[DialectCall] | None:
+def _dialect_at(path: str) -> type[DialectCall] | None:
     """Return the dialect of a path, with or without a session; None for OpenAI's API."""
     return next((d for pattern, d in _patterns(MODEL_APIS) if pattern.search(path)), None)
 
 
 def refusal(error: RolloutError, path: str) -> Response:
     """Build the response to an error in the dialect of a path."""
-    dialect = dialect_at(path)
+    dialect = _dialect_at(path)
     if dialect is None:
         return error_response(error)
     status = status_of(error)
@@ -115,7 +116,7 @@ def with_type(response: Answered, media_type: str) -> list[tuple[bytes, bytes]]:
     return [*others, (b"content-type", media_type.encode())]
 
 
-def engine_headers(headers: Mapping[str, str]) -> dict[str, str]:
+def _engine_headers(headers: Mapping[str, str]) -> dict[str, str]:
     """Return the headers for the engine: the client's key as a bearer token."""
     passed = {
         name: value
@@ -126,12 +127,7 @@ def engine_headers(headers: Mapping[str, str]) -> dict[str, str]:
     return passed | ({"authorization": f"Bearer {key}"} if key else {})
 
 
-def decoded_chat(content: bytes) -> Chat:
-    """Decode a chat completion, or a chunk of one.
-
-    Raises:
-        EngineError: `engine_answer`: it is none.
-    """
+def _decoded_chat(content: bytes) -> Chat:
     try:
         return _CHAT.decode(content)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
@@ -173,7 +169,7 @@ class Speaker:
         self, request: Asked, dialect: DialectCall | None, *, as_text: bool, is_parsed: bool
     ) -> None:
         self._asked, self._dialect, self.is_parsed = request, dialect, is_parsed
-        self._as_chat = ChatShown(request) if as_text else None
+        self._as_chat = _ChatShown(request) if as_text else None
         self._stream = None if dialect is None else dialect.stream()
         self._streams_parsed = is_parsed and value_of(request.fields, "stream") is True
         self._num_seen, self._has_failed = 0, False
@@ -190,12 +186,12 @@ class Speaker:
             chat = self._as_chat.whole(answer)
             if self._streams_parsed:
                 options = value_of(self._asked.fields, "stream_options") or {}
-                events = chunks_of(chat, with_usage=bool(options.get("include_usage")))
+                events = _chunks_of(chat, with_usage=bool(options.get("include_usage")))
                 return self.events(events, answer.num_prompt()) + self.end(is_whole=True)
             content = msgspec.json.encode(chat)
         if self._dialect is None:
             return content
-        return msgspec.json.encode(self._dialect.answer(decoded_chat(content)))
+        return msgspec.json.encode(self._dialect.answer(_decoded_chat(content)))
 
     def chunk(self, answer: Answer) -> bytes | None:
         """Return the chunk of OpenAI's API that the client asked for; None to hide it."""
@@ -219,7 +215,7 @@ class Speaker:
             data = data_of(event)[0]
             if not data or data == DONE or self._has_failed:
                 continue
-            chat = decoded_chat(data)
+            chat = _decoded_chat(data)
             if chat.error is not None:
                 self._has_failed = True
                 translated += self._dialect.error_event(500, engine_message(500, data))
@@ -245,6 +241,73 @@ class Speaker:
             return passed_on(response)
         events = DialectCall.media_type if self._dialect is None else self._dialect.media_type
         return with_type(response, events if has_events or self._streams_parsed else JSON)
+
+
+class _ChatShown:
+    """Converts the text completions of one call.
+
+    Args:
+        asked: The chat request.
+    """
+
+    def __init__(self, request: Asked) -> None:
+        self._model, self._has_begun = request.model, False
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """Convert a complete response; its message is the text, unless the ids were parsed."""
+        (choice,) = answer.choices
+        message = choice.get("message")
+        if message is None:
+            message = {"role": "assistant", "content": choice["text"], **_MESSAGE}
+        top = {"object": "chat.completion", "choices": [{"message": message, **_shown(choice)}]}
+        return self._named(answer.fields) | top | {"prompt_token_ids": None}
+
+    def chunk(self, answer: Answer) -> bytes:
+        """Convert a chunk; the first one is preceded by a chunk with the role."""
+        top = self._named(answer.fields) | {"object": "chat.completion.chunk"}
+        choices = [
+            {"delta": {"content": choice["text"]}, **_shown(choice)} for choice in answer.choices
+        ]
+        shown = msgspec.json.encode(top | {"choices": choices})
+        if self._has_begun:
+            return shown
+        self._has_begun = True
+        first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+        head = {"choices": [first | {"logprobs": None}], "prompt_token_ids": None}
+        top.pop("usage", None)
+        return msgspec.json.encode(top | head) + b"\n\ndata: " + shown
+
+    def _named(self, fields: Fields) -> dict[str, Any]:
+        name = str(value_of(fields, "id")).replace("cmpl-", "chatcmpl-", 1)
+        model = {} if self._model is None else {"model": self._model}
+        return {**fields, "id": name, **model}
+
+
+def _shown(choice: Fields) -> dict[str, Any]:
+    others = {name: value for name, value in choice.items() if name not in _OF_TEXT}
+    return others | {"logprobs": NULL, "token_ids": NULL}
+
+
+def _chunks_of(chat: Mapping[str, Any], *, with_usage: bool) -> bytes:
+    """Return a chat completion of `_ChatShown.whole` as the events of a stream."""
+    top = {k: v for k, v in chat.items() if k not in {"choices", "usage", "prompt_token_ids"}}
+    top["object"] = "chat.completion.chunk"
+    (choice,) = chat["choices"]
+    message = msgspec.json.decode(choice["message"])
+    calls = message.get("tool_calls") or ()
+    delta = {name: value for name, value in message.items() if value not in (None, [])}
+    if calls:
+        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+    head = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+    end = {n: choice[n] for n in ("finish_reason", "stop_reason") if n in choice}
+    chunks = [
+        {**top, "choices": [head]},
+        {**top, "choices": [{"index": 0, "delta": {}, "logprobs": None, **end}]},
+    ]
+    if with_usage:
+        chunks.append({**top, "choices": [], "usage": chat.get("usage")})
+    events = [b"data: " + msgspec.json.encode(chunk) + b"\n\n" for chunk in chunks]
+    return b"".join([*events, b"data: [DONE]\n\n"])
 
 
 async def count_tokens(

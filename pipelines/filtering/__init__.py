@@ -1,1 +1,0 @@
-"""Drop or mask trajectories and rows."""
