@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from schemas.ragged import IntArray
-from trainer.algorithms.losses.correction import correct
-from trainer.algorithms.losses.kl import kl_estimates
+from trainer.algorithms.correction import correct
+from trainer.algorithms.kl import kl_estimates
+from trainer.algorithms.losses import Targets, select
 from trainer.algorithms.own_functions import call
-from trainer.algorithms.targets import Targets, Units, reduction_weights, select
+from trainer.algorithms.reductions import Units, reduction_weights
 from trainer.batch import Batch
 from trainer.batches.forest import Forest
 from trainer.batches.sampling_support import teacher_sets

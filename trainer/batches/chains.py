@@ -5,15 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipelines.merging.segments import Steps, is_joined, steps_of
 from rollout_io.dataset.prefix_layout import trajectory_starts
-from schemas.ragged import BoolArray, IntArray, Ragged, ranges
-
-FloatArray = npt.NDArray[np.float64]
+from schemas.ragged import BoolArray, FloatArray, IntArray, Ragged, ranges
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

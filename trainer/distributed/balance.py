@@ -6,15 +6,12 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from accelerate import Accelerator
 
-from schemas.ragged import IntArray
+from schemas.ragged import FloatArray, IntArray
 from trainer.batches.forest import Forest
 from trainer.distributed.processes import over_processes
-
-FloatArray = npt.NDArray[np.float64]
 
 Watch = Callable[[Sequence[Forest]], Iterable[Forest]]
 """Function that iterates over micro-batches, to observe which ones have been forwarded."""

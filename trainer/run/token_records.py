@@ -25,8 +25,7 @@ from schemas.token_records import (
     token_record_schema,
     token_record_steps,
 )
-from trainer.algorithms.losses.ratios import probability_ratio
-from trainer.algorithms.targets import Targets
+from trainer.algorithms.losses import Targets, probability_ratio
 from trainer.batch import Batch
 from trainer.batches.forest import Forest
 from trainer.batches.stored_rows import Origins

@@ -24,13 +24,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.func import functional_call
 
 from schemas.errors import InputError, RolloutError
-from schemas.ragged import BoolArray, IntArray
+from schemas.ragged import BoolArray, FloatArray, IntArray
 from trainer.batch import Batch
 from trainer.batches.forest import Forest
 from trainer.batches.micro_batches import completed
@@ -42,7 +41,6 @@ from trainer.models.policy import Policy
 from trainer.run.run import Run
 
 forward_ad: Any = torch.autograd.forward_ad
-FloatArray = npt.NDArray[np.float64]
 BUDGET = 4096
 """Tokens per micro-batch when rows are forwarded alone."""
 SEPARATE = 1e-3

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.algorithms.losses.ratios import bounded_exp, row_sums
+from trainer.algorithms.losses import bounded_exp, row_sums
 from trainer.config.loss_config import LossConfig
 
 

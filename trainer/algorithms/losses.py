@@ -1,23 +1,60 @@
-"""Policy losses per target, neither reduced nor corrected for sampler mismatch.
+"""Policy losses per target (trained response token), neither reduced nor corrected for the sampler.
 
 In all equations l is `logprobs` (with gradient), l_old `old_logprobs`, l_roll `rollout_logprobs`,
 A `advantages`, r = exp(l - l_old) with the exponent clamped to +-20, and sg[.] stops the gradient.
-All tensors are [M], one element per target; without targets, the loss is empty. `trainer.config.functions` lists the losses by their names.
+All tensors are [M], one element per target; without targets, the loss is empty. A token whose
+`loss_mask` is false is never a target, so no masks are needed. `trainer.config.functions` lists the
+losses by their names.
+
+`clip_cov` and `kl_cov` (arXiv:2505.22617) restrain the tokens that reduce entropy most. These are
+selected once per mini-batch, without gradient, from the policy's log-probabilities before the step,
+so the selection does not depend on micro-batches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from trainer.algorithms.losses.ratios import probability_ratio, row_sums
+from trainer.config.loss_config import LossConfig
 
+MAX_LOG_RATIO = 20.0
 MAX_LOG_SEQUENCE_RATIO = 10.0
 KL_EPSILON = 1e-8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Targets:
+    """M targets of complete rows, all on one device.
+
+    Attributes:
+        logprobs: [M] nats under the current policy, with gradient.
+        old_logprobs: [M] nats under the policy at the start of the batch.
+        rollout_logprobs: [M] nats under the sampler's policy; NaN where unknown.
+        advantages: [M].
+        row: [M] int64 row of each target, 0..R-1.
+        selected: [M] bool, targets that clip_cov leaves out or kl_cov penalises.
+        weights: [M] float32 weights of `loss.reduction`.
+        entropy: [M] nats, with gradient if the loss needs it.
+        divergence: [M] nats from the teacher, with gradient.
+        ref_logprobs: [M] nats under the reference; None without one.
+    """
+
+    logprobs: Tensor
+    old_logprobs: Tensor
+    rollout_logprobs: Tensor
+    advantages: Tensor
+    row: Tensor
+    selected: Tensor
+    weights: Tensor | None = None
+    entropy: Tensor | None = None
+    divergence: Tensor | None = None
+    ref_logprobs: Tensor | None = None
 
 
 class TokenLoss(NamedTuple):
@@ -241,3 +278,154 @@ def distill(logprobs: Tensor, divergence: Tensor) -> TokenLoss:
 def cross_entropy(logprobs: Tensor) -> TokenLoss:
     """Compute the supervised loss -l: no advantages, no ratios, no clipping."""
     return TokenLoss(-logprobs, torch.zeros_like(logprobs, dtype=torch.bool))
+
+
+# exp(20) is about 5e8: far beyond any useful ratio, and far below float32's overflow at exp(88).
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """Compute exp(log_ratio), with the exponent clamped to +-20 so that it stays finite."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def probability_ratio(logprobs: Tensor, base_logprobs: Tensor) -> Tensor:
+    """Compute exp(logprobs - base_logprobs), with the exponent clamped to +-20."""
+    return bounded_exp(logprobs - base_logprobs)
+
+
+def row_sums(values: Tensor, row: Tensor) -> Tensor:
+    """Sum the targets of each row.
+
+    Args:
+        values: [M] one per target.
+        row: [M] int64 row of each target, 0..R-1.
+
+    Returns:
+        [R], where R - 1 is the largest row index; rows without targets sum to 0.
+
+    Example:
+        >>> row_sums(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 1, 0])).tolist()
+        [5.0, 2.0]
+    """
+    num_rows = int(row.max()) + 1 if len(row) else 0
+    return values.new_zeros(num_rows).index_add(0, row, values)
+
+
+def select(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, loss: LossConfig
+) -> Tensor | None:
+    """Select the targets of a mini-batch that clip_cov leaves out or kl_cov penalises ([M] bool).
+
+    The result is None for other losses. clip_cov draws with torch's generator.
+    """
+    if loss.policy_loss_type == "kl_cov":
+        covariance = covariances(advantages, logprobs)
+        return kl_cov_selection(covariance, fraction=loss.kl_cov_frac)
+    if loss.policy_loss_type != "clip_cov":
+        return None
+    low, high = loss.eps_clip_low, loss.eps_clip_high
+    plain = regular(logprobs, old_logprobs, advantages, eps_clip_low=low, eps_clip_high=high)
+    return clip_cov_selection(
+        covariances(advantages, logprobs),
+        plain.clipped,
+        ratio=loss.clip_cov_ratio,
+        low=loss.clip_cov_lb,
+        high=loss.clip_cov_ub,
+    )
+
+
+def covariances(advantages: Tensor, logprobs: Tensor) -> Tensor:
+    """Compute each target's contribution to the covariance of advantage and log-probability.
+
+        cov = (A - mean A) (l - mean l)          means over the M targets
+
+    Args:
+        advantages: [M] advantages from the estimator.
+        logprobs: [M] nats.
+
+    Returns:
+        [M]; 0 for a single target.
+    """
+    return (advantages - advantages.mean()) * (logprobs - logprobs.mean())
+
+
+def clip_cov_selection(
+    covariance: Tensor, clipped: Tensor, *, ratio: float, low: float, high: float
+) -> Tensor:
+    """Select the targets that Clip-Cov leaves out of the loss.
+
+    The candidates are the targets with low < cov < high that PPO does not clip. Of these,
+    max(int(ratio M), 1) are drawn with torch's generator on the CPU, or all if there are fewer.
+
+    Args:
+        covariance: [M].
+        clipped: [M] bool, true where PPO's clipped term is the larger loss.
+        ratio: Fraction of the M targets.
+        low: Lower bound, exclusive.
+        high: Upper bound, exclusive.
+
+    Returns:
+        [M] bool.
+    """
+    candidates = ((covariance > low) & (covariance < high) & ~clipped).nonzero()[:, 0]
+    drawn = torch.randperm(len(candidates))[: max(int(ratio * len(covariance)), 1)]
+    selected = torch.zeros_like(clipped)
+    selected[candidates[drawn.to(candidates.device)]] = True
+    return selected
+
+
+def kl_cov_selection(covariance: Tensor, *, fraction: float) -> Tensor:
+    """Select the targets that KL-Cov penalises: max(int(fraction M), 1), by largest covariance.
+
+    Among equal covariances, the first targets are selected.
+
+    Returns:
+        [M] bool.
+    """
+    order = covariance.argsort(descending=True, stable=True)
+    selected = torch.zeros_like(covariance, dtype=torch.bool)
+    selected[order[: max(int(fraction * len(covariance)), 1)]] = True
+    return selected
+
+
+def clip_cov(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    selected: Tensor,
+    *,
+    eps_clip_low: float,
+    eps_clip_high: float,
+) -> TokenLoss:
+    """Compute the Clip-Cov loss: 0 for selected targets, `regular` for all others.
+
+    Selected targets are reported as `clipped`.
+    """
+    losses, _, _ = regular(
+        logprobs,
+        old_logprobs,
+        advantages,
+        eps_clip_low=eps_clip_low,
+        eps_clip_high=eps_clip_high,
+    )
+    return TokenLoss(torch.where(selected, 0.0, losses), selected)
+
+
+def kl_cov(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    selected: Tensor,
+    *,
+    ppo_kl_coef: float,
+) -> TokenLoss:
+    """Compute the KL-Cov loss: the unclipped surrogate, plus a penalty for selected targets.
+
+        loss = -r A + ppo_kl_coef |l - l_old| where selected
+
+    No target is reported as `clipped`. The penalty has no gradient at l = l_old, so it has no
+    effect on the first update of a batch.
+    """
+    ratio = probability_ratio(logprobs, old_logprobs)
+    penalty = torch.where(selected, ppo_kl_coef * (logprobs - old_logprobs).abs(), 0.0)
+    return TokenLoss(penalty - ratio * advantages, torch.zeros_like(selected))
