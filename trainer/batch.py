@@ -20,19 +20,18 @@ from rollout_io.dataset.row_digests import row_digest
 from schemas.columns import COLUMN_BY_NAME, PICTURES
 from schemas.ragged import BoolArray, IntArray, Ragged, offsets_of
 from schemas.types import with_absent
-from trainer.batches.chains import Chains, make_chains
+from trainer.batches.chains import Chains, Origins, make_chains
 from trainer.batches.forest import MiniBatch
-from trainer.batches.picture_reader import PictureReader
 from trainer.batches.pictures import (
     FACTS,
     BatchPictures,
+    PictureReader,
     picture_facts,
     place_pictures,
 )
 from trainer.batches.plan import Plan
 from trainer.batches.recorded_routes import Routes
 from trainer.batches.sampling_support import SUPPORT, TEACHER, covers_trained_tokens, sets_of
-from trainer.batches.stored_rows import Origins
 from trainer.config.sections import BatchConfig
 from trainer.distributed.processes import over_processes
 

@@ -1,6 +1,6 @@
 """Cut a batch into micro-batches, in the configured layout.
 
-Rows are put together in `trainer.batches.packing`, trees in `trainer.batches.tree`. Each process
+Rows are put together in `trainer.batches.forest`, trees in `trainer.batches.tree`. Each process
 packs the rows whose tokens it has.
 """
 
@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from trainer.batch import Batch
-from trainer.batches.forest import Forest, MiniBatch, chain_lengths, with_sets
-from trainer.batches.packing import chain_forests
+from trainer.batches.forest import Forest, MiniBatch, chain_forests, chain_lengths, with_sets
 from trainer.batches.pictures import with_pictures
 from trainer.batches.tree import make_trie, tree_forests
 from trainer.config.sections import BatchConfig

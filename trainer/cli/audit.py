@@ -71,7 +71,7 @@ def audit(
 
     with requires_extra("train", "rollouts audit"):
         from trainer.forensics.audit.audit import run_audit
-        from trainer.forensics.audit.prompts import PromptVariants
+        from trainer.forensics.audit.explanations import PromptVariants
         from trainer.forensics.audit.report import screen, summary
         from trainer.forensics.audit.rows import read_audit_rows
         from trainer.forensics.audit.weights import (

@@ -1,19 +1,24 @@
-"""Configuration of a training run: read from TOML, overridden by `key=value`, and checked."""
+"""Configuration of a training run: read from TOML, overridden by `key=value`, checked and shown."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import json
+import logging
+import textwrap
+import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
 
 from rollout_io.configuration import check_required, load_record, read_values
 from rollout_io.dataset.atomic_files import replace_text
 from trainer.checks import check_settings
 from trainer.config.functions import ADVANTAGE_ESTIMATOR, KINDS, Function, bind, own_parameters
-from trainer.config.learning_rate import Method, usual_learning_rate
 from trainer.config.loss_config import LossConfig
 from trainer.config.sections import (
     AdvantageConfig,
@@ -23,6 +28,46 @@ from trainer.config.sections import (
     OptimizerConfig,
     RunConfig,
 )
+
+RL, IMITATION, LORA_FACTOR = 1e-6, 2e-5, 10
+HIGHEST = 1e-2
+"""Learning rate above which AdamW destroys a pretrained model, with or without LoRA."""
+
+
+class Method(TypedDict):
+    """What the usual learning rate of a run depends on; see `usual_learning_rate`."""
+
+    imitates: bool
+    has_adapter: bool
+
+
+def usual_learning_rate(*, imitates: bool, has_adapter: bool) -> float:
+    """Return the usual peak learning rate of a method.
+
+    Args:
+        imitates: Whether the loss uses no advantages, as `cross_entropy` and `distill`.
+        has_adapter: Whether LoRA adapters are trained instead of all weights.
+
+    Example:
+        >>> usual_learning_rate(imitates=False, has_adapter=True)
+        1e-05
+    """
+    rate = IMITATION if imitates else RL
+    return float(f"{rate * LORA_FACTOR:g}") if has_adapter else rate
+
+
+def described(rate: float, *, imitates: bool, has_adapter: bool) -> tuple[str, int]:
+    """Return a remark about the learning rate of a run, and its level for `logging`."""
+    method = (
+        f"{'imitation' if imitates else 'RL'} {'with LoRA' if has_adapter else 'of all weights'}"
+    )
+    usual = usual_learning_rate(imitates=imitates, has_adapter=has_adapter)
+    if rate > HIGHEST:
+        text = f"learning rate {rate:g} will probably destroy the model"
+        return f"{text}; usual for {method}: {usual:g} (--lr {usual:g})", logging.WARNING
+    note = f"usual for {method}" if rate == usual else f"usual for {method}: {usual:g}"
+    return f"learning rate {rate:g} ({note})", logging.INFO
+
 
 REQUIRED = {"data.dataset": "a path", "model.path": "a directory", "run.out": "a directory"}
 LIST_EXAMPLES = {
@@ -282,3 +327,47 @@ def _toml_value(value: Any) -> str:
 def _toml_text(text: str) -> str:
     """Quote text for TOML, which has no surrogate pairs and, unlike JSON, escapes DEL."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+COMMON = (
+    *("data.dataset", "model.path", "run.out", "optimizer.learning_rate"),
+    *("batch.groups_per_batch", "batch.groups_per_mini_batch", "batch.num_epochs"),
+    *("batch.max_updates", "batch.tokens_per_micro_batch", "advantage.estimator"),
+    *("loss.policy_loss_type", "model.lora_rank", "run.save_every_updates"),
+)
+"""Keys that people set most, in this order."""
+
+
+def shown(config: Sections) -> str:
+    """Return a configuration as TOML; each key is followed by the first sentence of its meaning.
+
+    Sections and keys in `COMMON` come first.
+    """
+    values = dataclasses.asdict(config)
+    types = typing.get_type_hints(type(config))
+    rank = {key: number for number, key in enumerate(COMMON)}
+    firsts = dict.fromkeys(key.partition(".")[0] for key in COMMON)
+    ordered = {
+        section: dict(
+            sorted(
+                values[section].items(), key=lambda kv: rank.get(f"{section}.{kv[0]}", len(rank))
+            )
+        )
+        for section in [*firsts, *(values.keys() - firsts.keys())]
+    }
+    notes = {f"{s}.{key}": text for s in ordered for key, text in meanings(types[s]).items()}
+    return to_toml(ordered, notes)
+
+
+def meanings(kind: type[Any]) -> dict[str, str]:
+    """Return the first sentence of the docstring below each field of a class."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    texts = {}
+    for node, doc in pairwise(body.body):
+        if isinstance(node, ast.AnnAssign) and isinstance(doc, ast.Expr):
+            text = " ".join(str(ast.literal_eval(doc.value)).split())
+            required = "Required. " if text.startswith("Required. ") else ""
+            sentence = text.removeprefix("Required. ").partition(". ")[0]
+            texts[ast.unparse(node.target)] = f"{required}{sentence.removesuffix('.')}."
+    return texts

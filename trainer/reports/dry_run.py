@@ -12,7 +12,7 @@ import numpy as np
 from trainer.batch import read_rows, to_batch
 from trainer.batches.forest import chain_lengths
 from trainer.batches.micro_batches import cut_batch
-from trainer.batches.prefetch import one_ahead
+from trainer.batches.overlap import one_ahead
 from trainer.config.functions import Function
 from trainer.config.train_config import TrainConfig, resolved, uses
 from trainer.models.directory import has_weights

@@ -16,7 +16,7 @@ from torch import Tensor
 from trainer.batches.forest import ChainLayout, Forest
 from trainer.config.train_config import TrainConfig
 from trainer.models.layers import num_layers, plain_layers
-from trainer.run.load_models import compiles
+from trainer.run.open_run import compiles
 from trainer.run.run import Run
 
 MOMENTS_BYTES = {"adamw": 8, "adamw_8bit": 2}

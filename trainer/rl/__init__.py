@@ -30,7 +30,7 @@ def run(
         RolloutError: See `trainer.rl.loop.run`; or torch is not installed.
     """
     with requires_extra("train", "rollouts rl"):
-        from trainer.forensics.audit.iteration_audit import IterationAudit
+        from trainer.forensics.audit.audit import IterationAudit
         from trainer.rl import loop
     audit = IterationAudit(config=config, source=Path(config.model.path).absolute())
     checks = audit.check if config.loop.audit_rows else None

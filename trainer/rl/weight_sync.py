@@ -14,8 +14,8 @@ from pipelines.generation.engines.base import Engine, is_adapter
 from pipelines.generation.engines.wrapper import WrappedEngine
 from trainer.engine.colocated import ColocatedVllm
 from trainer.rl.config import RlConfig
-from trainer.rl.follow import ENGINE, WEIGHTS
 from trainer.rl.learning import Learning
+from trainer.rl.orders import ENGINE, WEIGHTS
 from trainer.run.messages import say
 
 _WHOLE_MODELS = (

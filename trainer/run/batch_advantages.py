@@ -21,8 +21,7 @@ from trainer.config.functions import ADVANTAGE_ESTIMATOR, Function, bind
 from trainer.config.loss_config import LossConfig
 from trainer.config.sections import AdvantageConfig
 from trainer.config.train_config import TrainConfig
-from trainer.distributed.pooled import Pooled
-from trainer.distributed.processes import of_all_processes, over_processes
+from trainer.distributed.processes import Pooled, of_all_processes, over_processes
 
 
 def estimate(

@@ -23,8 +23,7 @@ from trainer.batch import Batch
 from trainer.batches.plan import Plan
 from trainer.config.functions import POLICY_LOSS
 from trainer.config.train_config import TrainConfig
-from trainer.distributed.pooled import Pooled
-from trainer.distributed.processes import over_processes
+from trainer.distributed.processes import Pooled, over_processes
 
 SPREADS = {
     "is_ratio": "std max min",

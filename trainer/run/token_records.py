@@ -27,13 +27,13 @@ from schemas.token_records import (
 )
 from trainer.algorithms.losses import Targets, probability_ratio
 from trainer.batch import Batch
+from trainer.batches.chains import Origins
 from trainer.batches.forest import Forest
-from trainer.batches.stored_rows import Origins
-from trainer.batches.transfer import CopyToCpu, to_device
+from trainer.batches.overlap import CopyToCpu, to_device
 from trainer.config.loss_config import LossConfig
 from trainer.distributed.processes import gather_in_main, over_processes
+from trainer.run.directory import published
 from trainer.run.messages import say
-from trainer.run.run_store import published
 
 RecordTokens = Literal["none", "sampled", "all"]
 SAMPLED_GROUPS = 4

@@ -19,8 +19,7 @@ from pipelines.view.run_files import metric_lines
 from schemas.error_ids import fix_of
 from schemas.errors import ConfigError, InputError, count
 from schemas.ragged import BoolArray, IntArray
-from trainer.batches.forest import chain_lengths
-from trainer.batches.packing import chain_forests
+from trainer.batches.forest import chain_forests, chain_lengths
 from trainer.batches.tree import Trie, make_trie, tree_forests
 from trainer.config.sections import ModelConfig
 from trainer.forensics.audit.rows import KEYS, AuditRows

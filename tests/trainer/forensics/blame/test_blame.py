@@ -25,8 +25,7 @@ from tests.helpers.trainer_helpers import (
 )
 from tests.helpers.view_helpers import Asked
 from trainer.cli.blame import blame as verb
-from trainer.forensics.blame.blame import blame
-from trainer.forensics.blame.report import finding
+from trainer.forensics.blame import blame, finding
 
 SETTINGS: dict[str, Any] = {
     "learning_rate": 1e-2,

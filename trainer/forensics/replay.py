@@ -17,28 +17,28 @@ from rollout_io.dataset.locking import destination
 from rollout_io.terminal import Bar
 from schemas.errors import ConfigError, InputError, count
 from schemas.token_records import token_record_path
-from trainer.forensics.replay.changes import (
-    ChangedBatch,
-    apply_settings,
-    changed_config,
-    split_settings,
-    without_rows,
-)
-from trainer.forensics.replay.compare import (
-    Comparison,
-    Difference,
-    as_recorded,
-    compared_metrics,
-)
-from trainer.forensics.replay.reconstruct import (
+from trainer.forensics.reconstruct import (
     Reconstruction,
     iteration_of,
     naming_damaged,
     read_recorded,
     reconstruct,
 )
+from trainer.forensics.replay_changes import (
+    ChangedBatch,
+    apply_settings,
+    changed_config,
+    split_settings,
+    without_rows,
+)
+from trainer.forensics.replay_comparison import (
+    Comparison,
+    Difference,
+    as_recorded,
+    compared_metrics,
+)
 from trainer.run.checkpoint import checkpoint_path, write_model
-from trainer.run.pass_progress import Passes, ticking
+from trainer.run.messages import Passes, ticking
 from trainer.run.run import Run
 from trainer.run.start_records import CHANGING, MACHINE, start_of, starts_of, this_machine
 from trainer.run.state import load_progress

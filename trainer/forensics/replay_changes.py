@@ -15,17 +15,16 @@ from rollout_io.configuration import build, checked_values
 from schemas.errors import ConfigError, InputError, count
 from schemas.ragged import BoolArray
 from trainer.batch import Batch, groups_with_gradient
+from trainer.batches.chains import Origins
 from trainer.batches.micro_batches import cut_batch
-from trainer.batches.stored_rows import Origins
 from trainer.config.loss_config import LossConfig
 from trainer.config.sections import AdvantageConfig, OptimizerConfig
 from trainer.config.train_config import TrainConfig
 from trainer.distributed.sharding import wrap_frozen
-from trainer.forensics.replay.reconstruct import PLACES
+from trainer.forensics.reconstruct import PLACES
 from trainer.models.lora import WithoutAdapter
-from trainer.run.load_models import load_reference
 from trainer.run.metrics import batch_metrics
-from trainer.run.open_run import open_run
+from trainer.run.open_run import load_reference, open_run
 from trainer.run.run import Run
 from trainer.update import (
     Step,

@@ -17,8 +17,8 @@ from trainer.config.train_config import TrainConfig
 from trainer.rl.config import TABLES
 from trainer.rl.learning import Learning
 from trainer.run.checkpoint import checkpoints
+from trainer.run.messages import UNWATCHED, Passes
 from trainer.run.open_run import open_run
-from trainer.run.pass_progress import UNWATCHED, Passes
 from trainer.run.resume import saved_config
 from trainer.run.run import Run
 from trainer.run.start_records import CHANGING, FILE, set_threads, start_of

@@ -1,15 +1,18 @@
-"""Metrics of an iteration's rollouts, and terminal lines for iterations and evaluations."""
+"""What the loop reports: metrics of an iteration's rollouts, terminal lines, progress of sampling."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import polars as pl
 
 import rollout_io
+from rollout_io.terminal import Bar, Pace, Part, duration
 from schemas.errors import count
+from trainer.run.messages import say
 
 
 def rollout_numbers(dataset: Path, iteration: int) -> dict[str, Any]:
@@ -109,3 +112,32 @@ def mean_of(lines: Sequence[dict[str, Any]], name: str) -> float | None:
     """Average a metric over the lines that have it; None if no line does."""
     values = [line[name] for line in lines if line.get(name) is not None]
     return sum(values) / len(values) if values else None
+
+
+class SamplingProgress:
+    """Shows a row below the run's bar on a terminal; else logs at most one line every 30 seconds.
+
+    Args:
+        bar: The bar of the run; None: nothing is shown.
+        subject: Name of the set of trajectories, such as "iteration 1 of 10".
+        total: Number of trajectories to sample.
+    """
+
+    def __init__(self, bar: Bar | None, subject: str, total: int) -> None:
+        self._bar, self._subject, self._total = bar, subject, total
+        self._part = bar.part(total, "trajectories", "sampling") if bar else Part()
+        self._pace, self._done, self._began = Pace(), 0, time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._part.close()
+
+    def show(self, done: int) -> None:
+        """Update the progress: `done` trajectories have been sampled."""
+        self._part.update(done - self._done)
+        self._done = done
+        if self._bar and not self._bar.is_shown and self._pace.is_due():
+            took = duration(time.monotonic() - self._began)
+            say(f"{self._subject}: sampled {done} of {self._total} trajectories in {took}")
