@@ -16,8 +16,7 @@ from rollout_io.startup import require_ours
 require_ours("pipelines")
 
 from schemas.errors import RolloutError  # noqa: E402, F401
-from schemas.extras import requires_extra  # noqa: E402
-from schemas.lazy import exports  # noqa: E402
+from schemas.imports import exports, requires_extra  # noqa: E402
 
 if TYPE_CHECKING:
     from trainer.algorithms.advantages import CriticAdvantages

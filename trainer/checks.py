@@ -24,9 +24,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import polars as pl
 
 from rollout_io.configuration import out_of_bounds
-from schemas.error_ids import fix_of
 from schemas.errors import ConfigError, InputError, InvariantError, first_of
-from schemas.rules import RULES
+from schemas.rules import RULES, fix_of
 
 if TYPE_CHECKING:
     from trainer.config.train_config import TrainConfig

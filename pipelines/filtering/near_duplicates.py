@@ -14,7 +14,7 @@ from pipelines.filtering.regions import regions, sequence_hashes
 from pipelines.filtering.verdicts import STEPS, Filter
 from schemas.columns import PICTURES
 from schemas.errors import ConfigError
-from schemas.extras import requires_extra
+from schemas.imports import requires_extra
 from schemas.ragged import IntArray, Ragged, gather, offsets_of, zipped
 
 Signatures = npt.NDArray[np.uint32]

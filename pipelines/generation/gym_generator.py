@@ -24,8 +24,8 @@ from rollout_io.formats.skyrl_fields import GeneratorOutput, TrajectoryID
 from rollout_io.formats.skyrl_generator_output import Failed, to_generator_output
 from rollout_io.formats.skyrl_output_columns import trajectory_identity
 from rollout_io.retokenize.tokenizer import ChatTokenizer
-from schemas.error_ids import fix_of
 from schemas.errors import InputError
+from schemas.rules import fix_of
 
 
 class GymGenerator:

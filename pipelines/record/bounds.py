@@ -11,8 +11,7 @@ from typing import Any
 
 import msgspec
 
-from schemas.errors import EngineError, InputError
-from schemas.excerpts import cleaned
+from schemas.errors import EngineError, InputError, cleaned
 
 ANSWER_SIZE, ANSWER_ENCODING, REDIRECT = "answer_size", "answer_encoding", "engine_redirect"
 ANSWER_STATUS = "answer_status"

@@ -28,8 +28,7 @@ from rollout_io.dataset.atomic_files import replace_text
 from rollout_io.formats.parsing.bodies import Request
 from rollout_io.formats.parsing.completions import read_choices, whole_response
 from rollout_io.formats.parsing.tokens import strict_ids
-from schemas.errors import InputError, RolloutError, count
-from schemas.excerpts import cleaning
+from schemas.errors import InputError, RolloutError, cleaning, count
 from schemas.metadata import DatasetMetadata
 
 _LOG = logging.getLogger(__name__)

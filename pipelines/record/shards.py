@@ -40,8 +40,7 @@ from rollout_io.formats.parsing.lines import INCOMPLETE, close_files, read_recor
 from rollout_io.formats.parsing.naming import split_session
 from rollout_io.formats.parsing.sampling import ModelNames
 from schemas.columns import metrics_dict
-from schemas.errors import InputError, RolloutError
-from schemas.excerpts import cleaning
+from schemas.errors import InputError, RolloutError, cleaning
 from schemas.metadata import DatasetMetadata, LogprobsMode
 
 NO_CALLS = "no_calls: the session ended without a recorded call"

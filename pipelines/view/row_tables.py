@@ -17,7 +17,13 @@ from pipelines.view.run_files import stored_digests
 from rollout_io.dataset.opening import refuse_irregular
 from schemas.columns import Column
 from schemas.errors import InputError, count
-from schemas.forensics import MEANINGS, NO_FAULT, UNDECIDED, UPDATE_SHARE_COLUMNS, VERDICT_COLUMNS
+from schemas.records import (
+    MEANINGS,
+    NO_FAULT,
+    UNDECIDED,
+    UPDATE_SHARE_COLUMNS,
+    VERDICT_COLUMNS,
+)
 
 Kind = Literal["verdicts", "shares"]
 COLUMNS: dict[Kind, tuple[Column, ...]] = {

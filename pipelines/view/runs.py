@@ -12,7 +12,7 @@ from pipelines.view import run_files
 from pipelines.view.dataset import Dataset
 from pipelines.view.names import absolute, short_name
 from schemas.errors import InputError
-from schemas.token_records import token_record_steps
+from schemas.records import token_record_steps
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from rollout_io.dataset.reader import iter_tables, pieces, read
 from rollout_io.dataset.shard_files import to_polars
 from rollout_io.dataset.storage import Paths
 from schemas.errors import InputError
-from schemas.extras import requires_extra
+from schemas.imports import requires_extra
 from schemas.numpy_arrays import empty_table
 from schemas.types import as_table, cast_table
 

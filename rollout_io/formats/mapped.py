@@ -41,8 +41,7 @@ from rollout_io.formats.parsing.lines import Record
 from rollout_io.formats.parsing.messages import prompt_key
 from rollout_io.formats.parsing.naming import full_name, label, natural_key
 from rollout_io.formats.parsing.sampling import ModelNames
-from schemas.errors import ConfigError, InputError, RolloutError
-from schemas.excerpts import cleaned
+from schemas.errors import ConfigError, InputError, RolloutError, cleaned
 
 FIELDS = (
     *("session", "attempt", "request", "response", "reward"),

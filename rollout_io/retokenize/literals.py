@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from rollout_io.retokenize.tokenizer import ChatTokenizer, Message, Tools
 from schemas.errors import InputError
-from schemas.extras import requires_extra
+from schemas.imports import requires_extra
 
 _NAME = "<|rollouts-control-{}|>"
 _STEM = _NAME.partition("{")[0]

@@ -67,7 +67,7 @@ def audit(
     from rollout_io.dataset.reader import read_metadata
     from rollout_io.retokenize.tokenizer import load_tokenizer
     from rollout_io.terminal import Bar
-    from schemas.extras import requires_extra
+    from schemas.imports import requires_extra
 
     with requires_extra("train", "rollouts audit"):
         from trainer.forensics.audit.audit import run_audit

@@ -62,7 +62,7 @@ def blame(
 
     if out is not None:
         check_table_out(out)
-    from schemas.extras import requires_extra
+    from schemas.imports import requires_extra
 
     sys.path.append(str(Path.cwd()))  # for user functions; last, so that it shadows no module
     with requires_extra("train", "rollouts blame"):

@@ -62,7 +62,7 @@ def replay(
     is removed from the loss and its denominators; the advantages of other rows do not change
     (docs/audit.md). RUN is only read, and may still be training.
     """
-    from schemas.extras import requires_extra
+    from schemas.imports import requires_extra
 
     sys.path.append(str(Path.cwd()))  # for user functions; last, so that it shadows no module
     with requires_extra("train", "rollouts replay"):

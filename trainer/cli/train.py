@@ -115,7 +115,7 @@ def train(
     never been interrupted. Options override the configuration file, and --set overrides options.
     """
     from rollout_io.dataset.storage import find_shards
-    from schemas.extras import requires_extra
+    from schemas.imports import requires_extra
     from trainer.config.train_config import load_config, load_sections
     from trainer.distributed.meeting import ARRIVAL, together
     from trainer.distributed.processes import is_main

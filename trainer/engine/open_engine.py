@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pipelines.generation.config import GenerateConfig
 from pipelines.generation.engines.base import Engine
-from schemas.extras import requires_extra
+from schemas.imports import requires_extra
 
 
 def open_engine(config: GenerateConfig) -> Engine:

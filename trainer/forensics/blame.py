@@ -18,9 +18,9 @@ from torch import Tensor
 
 from rollout_io.terminal import Bar, printable
 from schemas.errors import count
-from schemas.forensics import UPDATE_SHARE_COLUMNS
 from schemas.numpy_arrays import to_arrow
 from schemas.ragged import IntArray, offsets_of
+from schemas.records import UPDATE_SHARE_COLUMNS
 from trainer.batches.chains import Origins
 from trainer.forensics.reconstruct import Reconstruction, reconstruct
 from trainer.forensics.replay import Forwarding, refuse_several_processes

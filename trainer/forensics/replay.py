@@ -16,7 +16,7 @@ from rollout_io.dataset.atomic_files import whole, writable
 from rollout_io.dataset.locking import destination
 from rollout_io.terminal import Bar
 from schemas.errors import ConfigError, InputError, count
-from schemas.token_records import token_record_path
+from schemas.records import token_record_path
 from trainer.forensics.reconstruct import (
     Reconstruction,
     iteration_of,

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from rollout_io.dataset.opening import read_input
 from schemas.errors import ConfigError, InputError
-from schemas.extras import requires_extra
+from schemas.imports import requires_extra
 from schemas.run_metrics import LOOP_METRICS, METRICS
 
 DEFAULT = (

@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from schemas.extras import requires_extra
+from schemas.imports import requires_extra
 from trainer.rl.config import LoopConfig, RlConfig, load_rl_config
 
 if TYPE_CHECKING:

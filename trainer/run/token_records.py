@@ -19,7 +19,7 @@ from rollout_io.dataset.atomic_files import whole
 from schemas.errors import count
 from schemas.numpy_arrays import to_arrow
 from schemas.ragged import BoolArray, offsets_of
-from schemas.token_records import (
+from schemas.records import (
     TOKENS,
     token_record_path,
     token_record_schema,
@@ -142,7 +142,7 @@ def recorder_of(
 
 
 def token_records(dataset: str, origins: Origins, values: Mapping[str, Tensor]) -> pa.Table:
-    """Build the records of an update: see `schemas.token_records`.
+    """Build the records of an update: see `schemas.records`.
 
     Args:
         dataset: Path of the dataset.

@@ -34,8 +34,7 @@ from rollout_io.formats.parsing.support import read_support, truncates
 from rollout_io.formats.parsing.tokens import broken, num_ids, route_array, same_ids, usage_differs
 from rollout_io.formats.parsing.weight_versions import versions_of_meta
 from rollout_io.formats.parsing.witnesses import check_tokens, words_of_calls
-from schemas.errors import InputError, count
-from schemas.excerpts import cleaned
+from schemas.errors import InputError, cleaned, count
 
 ASK = 'set "return_token_ids": true in the request (vLLM)'
 

@@ -22,8 +22,8 @@ import torch
 import rollout_io
 from rollout_io.dataset.atomic_files import whole
 from schemas.errors import InputError, RolloutError, count
-from schemas.forensics import AUDIT, NO_FAULT, VERDICT_COLUMNS
 from schemas.metadata import LogprobsMode
+from schemas.records import AUDIT, NO_FAULT, VERDICT_COLUMNS
 from trainer.distributed.sharding import is_sharded
 from trainer.forensics.audit.explanations import PromptVariants, Search
 from trainer.forensics.audit.hypotheses import (

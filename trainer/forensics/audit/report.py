@@ -12,7 +12,7 @@ from rich.text import Text
 
 from rollout_io.terminal import duration, printable
 from schemas.errors import count
-from schemas.forensics import MEANINGS, NO_FAULT
+from schemas.records import MEANINGS, NO_FAULT
 from trainer.forensics.audit.hypotheses import DECIDED
 from trainer.forensics.audit.rows import OFF
 from trainer.forensics.audit.weights import Candidate

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from pipelines.sampling_defaults import NEUTRAL, SamplingDefaults, sampling_defaults
 from pipelines.view.run_files import metric_lines
-from schemas.error_ids import fix_of
 from schemas.errors import ConfigError, InputError, count
 from schemas.ragged import BoolArray, IntArray
+from schemas.rules import fix_of
 from trainer.batches.forest import chain_forests, chain_lengths
 from trainer.batches.tree import Trie, make_trie, tree_forests
 from trainer.config.sections import ModelConfig

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 import trainer
 from rollout_io.cli.main import run as command
 from schemas.errors import RolloutError
-from schemas.forensics import UPDATE_SHARE_COLUMNS
+from schemas.records import UPDATE_SHARE_COLUMNS
 from tests.helpers.blame_helpers import check_blame, recorded_norm
 from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import (

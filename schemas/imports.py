@@ -1,9 +1,13 @@
-"""Errors for missing optional packages, which name the extra of `rollout-io` to install."""
+"""Imports that may fail, because they need an extra of `rollout-io`, or that wait for their first use."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ast
+import importlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 from schemas.errors import MissingExtra
 
@@ -52,3 +56,36 @@ def explained(error: ImportError, extra: str, where: str) -> ImportError | Missi
         f'pip install "rollout-io[{extra}]"',
         message=f"{where} needs the package {package}, which is not installed",
     )
+
+
+def exports(
+    package: str, file: str, names: list[str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return a `__getattr__` (PEP 562) that imports each of `names` on first use, and a `__dir__`.
+
+    The modules are those of the imports under `if TYPE_CHECKING:` in the package's own source, where
+    type checkers look too, so that a name is written down in one place.
+
+    Args:
+        package: Name of the package.
+        file: Its `__file__`.
+        names: Its `__all__`.
+    """
+    module_of: dict[str, str] = {}
+
+    def read() -> dict[str, str]:
+        if not module_of:
+            for block in ast.parse(Path(file).read_text(encoding="utf-8")).body:
+                if isinstance(block, ast.If):
+                    for line in block.body:
+                        assert isinstance(line, ast.ImportFrom)
+                        assert line.module is not None
+                        module_of.update(dict.fromkeys((n.name for n in line.names), line.module))
+        return module_of
+
+    def load(name: str) -> Any:
+        if name not in names or name not in read():
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(module_of[name]), name)
+
+    return load, lambda: names
