@@ -28,8 +28,7 @@ from trainer.run.messages import UNWATCHED
 from trainer.run.open_run import open_run
 from trainer.run.resume import SETTINGS, fixed_settings
 from trainer.run.run import Run
-from trainer.run.run_log import RunLog, samples_of
-from trainer.run.start_records import record_start
+from trainer.run.run_log import RunLog, record_start, samples_of
 from trainer.run.state import Progress, optimizer_tensors, save_state, with_whole_outputs
 from trainer.run.token_records import discard_token_records, say_size
 from trainer.update import set_rates, updates

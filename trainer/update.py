@@ -29,10 +29,9 @@ import pyarrow as pa
 import torch
 
 from schemas.errors import RolloutError
-from trainer.batch import Batch, groups_with_gradient, read_rows, to_batch, without_sets
+from trainer.batch import Batch, cut_batch, groups_with_gradient, read_rows, to_batch, without_sets
 from trainer.batches.chains import digests_of, find_origins
 from trainer.batches.forest import Forest, chain_lengths
-from trainer.batches.micro_batches import cut_batch
 from trainer.batches.overlap import CopyToCpu, columns_to_device, one_ahead, to_device
 from trainer.batches.plan import split
 from trainer.distributed.balance import (

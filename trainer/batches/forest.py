@@ -20,8 +20,8 @@ from torch import Tensor
 from schemas.errors import InputError
 from schemas.ragged import BoolArray, IntArray, Ragged, ranges
 from trainer.batches.overlap import to_device
-from trainer.batches.recorded_routes import Routes
 from trainer.batches.sampling_support import TargetSets, TeacherSets, target_sets
+from trainer.models.router_replay import Routes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

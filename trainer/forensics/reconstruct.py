@@ -21,7 +21,7 @@ from trainer.run.messages import UNWATCHED, Passes
 from trainer.run.open_run import open_run
 from trainer.run.resume import saved_config
 from trainer.run.run import Run
-from trainer.run.start_records import CHANGING, FILE, set_threads, start_of
+from trainer.run.run_log import CHANGING, FILE, set_threads, start_of
 from trainer.run.state import Progress, load_progress
 from trainer.update import Step, make_update, set_rates, steps
 

@@ -14,9 +14,8 @@ from torch import nn
 from rollout_io.configuration import build, checked_values
 from schemas.errors import ConfigError, InputError, count
 from schemas.ragged import BoolArray
-from trainer.batch import Batch, groups_with_gradient
+from trainer.batch import Batch, cut_batch, groups_with_gradient
 from trainer.batches.chains import Origins
-from trainer.batches.micro_batches import cut_batch
 from trainer.config.loss_config import LossConfig
 from trainer.config.sections import AdvantageConfig, OptimizerConfig
 from trainer.config.train_config import TrainConfig

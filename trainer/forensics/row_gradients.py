@@ -30,9 +30,8 @@ from torch.func import functional_call
 
 from schemas.errors import InputError, RolloutError
 from schemas.ragged import BoolArray, FloatArray, IntArray
-from trainer.batch import Batch
+from trainer.batch import Batch, completed
 from trainer.batches.forest import Forest, chain_forests
-from trainer.batches.micro_batches import completed
 from trainer.config.functions import POLICY_LOSS
 from trainer.loss import objective, targets_of, with_weights
 from trainer.models.attention import forward_mode_attention

@@ -25,7 +25,7 @@ from trainer.distributed.sending import on_this_machine
 from trainer.distributed.sharding import is_sharded, whole_weights
 from trainer.models.lora import checkpoint_weights, save_adapter
 from trainer.models.policy import Policy
-from trainer.reports.memory_estimate import available_bytes, estimate_memory, seconds_per_token
+from trainer.reports.dry_run import available_bytes, estimate_memory, seconds_per_token
 from trainer.rl.config import RlConfig
 from trainer.run.checkpoint import remove_directory, write_model
 from trainer.run.messages import UNWATCHED, Remark, show

@@ -65,8 +65,7 @@ from trainer.run.checkpoint import checkpoint_facts, checkpoint_path
 from trainer.run.directory import alone_in, stays_in_place, stops_when_full
 from trainer.run.messages import say, say_attention, say_learning_rate, show, warn
 from trainer.run.resume import say_if_new
-from trainer.run.run_log import RunLog
-from trainer.run.start_records import record_start
+from trainer.run.run_log import RunLog, record_start
 from trainer.run.state import generators
 from trainer.run.token_records import say_size
 from trainer.training import Stop

@@ -24,14 +24,13 @@ from schemas.errors import InputError
 from schemas.metadata import DatasetMetadata
 from trainer import checks
 from trainer.batches.pictures import PictureReader, prepare
-from trainer.batches.recorded_routes import Routes
 from trainer.checks import TOKENIZERS, Rule, refuse
 from trainer.config.train_config import TrainConfig
 from trainer.distributed.sharding import is_sharded
 from trainer.models.layers import plain_layers
 from trainer.models.pictures import num_features, shows_pictures
 from trainer.models.policy import load_policy
-from trainer.models.router_replay import WEIGHTS, routers_of
+from trainer.models.router_replay import WEIGHTS, Routes, routers_of
 from trainer.models.self_check import check_pictures
 from trainer.run.messages import Remark
 from trainer.run.run import Run
