@@ -10,7 +10,6 @@ docs/errors.md is generated from them. A test compares these ids with the ids th
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -205,6 +204,8 @@ class ErrorId:
 @cache
 def error_ids() -> dict[str, ErrorId]:
     """Return all error ids, ordered by kind and name."""
+    import tomllib
+
     ids = {
         rule.name: ErrorId(
             kinds=(errors.InvariantError,),

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -22,6 +21,7 @@ from trainer.config.train_config import TrainConfig, save_config
 from trainer.distributed.liveness import watched
 from trainer.distributed.processes import gather_bytes, lost_processes, on_main
 from trainer.distributed.sharding import whole_weights
+from trainer.distributed.spawn import handling
 from trainer.run.checkpoint import checkpoint_path, discard_after, save_checkpoint
 from trainer.run.directory import alone_in, publish, published, stays_in_place, stops_when_full
 from trainer.run.messages import UNWATCHED
@@ -222,18 +222,11 @@ class Stop:
     @contextmanager
     def requested_by_signals(self) -> Iterator[None]:
         """Handle the signals inside the `with` block; outside the main thread, do nothing."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
         numbers = [
             n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) != signal.SIG_IGN
         ]
-        before = [signal.signal(number, self._request) for number in numbers]
-        try:
+        with handling(self._request, numbers):
             yield
-        finally:
-            for number, handler in zip(numbers, before, strict=True):
-                signal.signal(number, handler)
 
     def _request(self, number: int, _: object) -> None:
         if not self._number:

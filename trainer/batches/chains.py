@@ -32,7 +32,7 @@ class Chains:
     Attributes:
         slots: [N] int64 index of each token in the batch's concatenated response tokens.
         trajectory: [N] int64, non-decreasing.
-        rewards: [N] float64 reward of each token: see `credit`.
+        rewards: [N] float64 rewards, each at the last trained token at or before it.
     """
 
     slots: IntArray
@@ -66,9 +66,7 @@ def make_chains(rows: pa.Table, trains: BoolArray) -> Chains:
         ([0, 2], [0.5, 1.0])
     """
     responses = Ragged.from_arrow(rows.column("response_ids"))
-    starts = trajectory_starts(rows)
-    row_trajectory = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, rows.num_rows)))
-    steps, rank = ranked_steps(rows, starts, row_trajectory)
+    steps, rank, row_trajectory = _ranked_steps(rows)
     step_starts = responses.offsets[steps.row] + steps.start
     token_rank = rank[np.searchsorted(step_starts, np.arange(len(trains)), side="right") - 1]
 
@@ -86,53 +84,28 @@ def make_chains(rows: pa.Table, trains: BoolArray) -> Chains:
     owner = row_trajectory[np.append(responses.row_of(earning), steps.row)]
     last = np.searchsorted(time(token_rank[slots], slots), when, side="right") - 1
     trajectory = row_trajectory[responses.row_of(slots)]
-    rewards = credit(trajectory, last, np.append(per_token.values, scalar), owner)
+    # A reward at an untrained token or step goes to the token that led to it. A reward before the
+    # first trained token of its trajectory is dropped: no trained token could have changed it.
+    earned = last >= 0
+    earned[earned] = trajectory[last[earned]] == owner[earned]
+    values = np.append(per_token.values, scalar)[earned]
+    rewards = np.bincount(last[earned], values, minlength=len(trajectory)).astype(np.float64)
     return Chains(slots=slots, trajectory=trajectory, rewards=rewards)
 
 
-def credit(
-    trajectory: IntArray, last: IntArray, rewards: FloatArray, reward_trajectory: IntArray
-) -> FloatArray:
-    """Assign each reward to the last trained token at or before it.
-
-    A reward at an untrained token or step thus goes to the token that led to it. A reward before
-    the first trained token of its trajectory is dropped: no trained token could have changed it.
-
-    Args:
-        trajectory: [N] trajectory of each trained token.
-        last: [K] index of the last trained token at or before each reward; -1 for none.
-        rewards: [K] rewards.
-        reward_trajectory: [K] trajectory of each reward.
-
-    Returns:
-        [N] float64.
-
-    Example:
-        Two tokens of trajectory 0 and one of trajectory 1, whose first reward comes too early:
-
-        >>> last, of = np.array([1, 1, 1, 2]), np.array([0, 0, 1, 1])
-        >>> credit(np.array([0, 0, 1]), last, np.array([1.0, 2.0, 4.0, 8.0]), of).tolist()
-        [0.0, 3.0, 8.0]
-    """
-    earned = last >= 0
-    earned[earned] = trajectory[last[earned]] == reward_trajectory[earned]
-    sums = np.bincount(last[earned], rewards[earned], minlength=len(trajectory))
-    return np.asarray(sums, np.float64)
-
-
-def ranked_steps(
-    rows: pa.Table, starts: IntArray, row_trajectory: IntArray
-) -> tuple[Steps, IntArray]:
-    """List the steps in the given rows, and the rank of each in the order of sampling.
+def _ranked_steps(rows: pa.Table) -> tuple[Steps, IntArray, IntArray]:
+    """List the steps in the given rows, the rank of each in the order of sampling, and rows' trajectories.
 
     Within a trajectory, rows must be ordered by their last step. If merging interleaved the steps
     of a trajectory, all its rows contain step indices.
     """
+    starts = trajectory_starts(rows)
+    row_trajectory = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, rows.num_rows)))
     split = is_joined(rows)
     number = np.arange(rows.num_rows)
     if not split.any():
         zero = np.zeros_like(number)
-        return Steps(number, zero, zero - 1, zero - 1), number
+        return Steps(number, zero, zero - 1, zero - 1), number, row_trajectory
     steps = steps_of(rows, split)
     trajectory, number = row_trajectory[steps.row], np.arange(len(steps.row))
     flat = pc.struct_field(pc.list_flatten(rows.column("segments")), "step_index")
@@ -140,7 +113,7 @@ def ranked_steps(
     remembered = np.logical_and.reduceat(split, starts)[trajectory]
     rank = np.empty_like(number)
     rank[np.lexsort((np.where(remembered, index, number), trajectory))] = number
-    return steps, rank
+    return steps, rank, row_trajectory
 
 
 def _step_rewards(rows: pa.Table, steps: Steps) -> FloatArray:
@@ -229,12 +202,10 @@ def place_steps(rows: pl.DataFrame) -> pl.DataFrame:
     """
     names = [name for name in ("trajectory_id", "segments") if name in rows.columns]
     table = as_table(rows.select(names))
-    starts = trajectory_starts(table)
-    trajectory = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, table.num_rows)))
-    steps, rank = ranked_steps(table, starts, trajectory)
+    steps, rank, trajectory = _ranked_steps(table)
     order = np.argsort(rank)
     row = steps.row[order]
-    first = np.searchsorted(trajectory[row], np.arange(len(starts)))
+    first = np.searchsorted(trajectory[row], np.unique(trajectory))
     return pl.DataFrame(
         {
             "trajectory_id": rows["trajectory_id"].gather(row),

@@ -6,14 +6,13 @@ import ast
 import dataclasses
 import inspect
 import json
-import logging
 import textwrap
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal, TypeVar
 
 from rollout_io.configuration import check_required, load_record, read_values
 from rollout_io.dataset.atomic_files import replace_text
@@ -30,45 +29,6 @@ from trainer.config.sections import (
 )
 
 RL, IMITATION, LORA_FACTOR = 1e-6, 2e-5, 10
-HIGHEST = 1e-2
-"""Learning rate above which AdamW destroys a pretrained model, with or without LoRA."""
-
-
-class Method(TypedDict):
-    """What the usual learning rate of a run depends on; see `usual_learning_rate`."""
-
-    imitates: bool
-    has_adapter: bool
-
-
-def usual_learning_rate(*, imitates: bool, has_adapter: bool) -> float:
-    """Return the usual peak learning rate of a method.
-
-    Args:
-        imitates: Whether the loss uses no advantages, as `cross_entropy` and `distill`.
-        has_adapter: Whether LoRA adapters are trained instead of all weights.
-
-    Example:
-        >>> usual_learning_rate(imitates=False, has_adapter=True)
-        1e-05
-    """
-    rate = IMITATION if imitates else RL
-    return float(f"{rate * LORA_FACTOR:g}") if has_adapter else rate
-
-
-def described(rate: float, *, imitates: bool, has_adapter: bool) -> tuple[str, int]:
-    """Return a remark about the learning rate of a run, and its level for `logging`."""
-    method = (
-        f"{'imitation' if imitates else 'RL'} {'with LoRA' if has_adapter else 'of all weights'}"
-    )
-    usual = usual_learning_rate(imitates=imitates, has_adapter=has_adapter)
-    if rate > HIGHEST:
-        text = f"learning rate {rate:g} will probably destroy the model"
-        return f"{text}; usual for {method}: {usual:g} (--lr {usual:g})", logging.WARNING
-    note = f"usual for {method}" if rate == usual else f"usual for {method}: {usual:g}"
-    return f"learning rate {rate:g} ({note})", logging.INFO
-
-
 REQUIRED = {"data.dataset": "a path", "model.path": "a directory", "run.out": "a directory"}
 LIST_EXAMPLES = {
     "optimizer.betas": "[0.9, 0.999]",
@@ -125,13 +85,18 @@ class Sections:
     def learning_rate(self) -> float:
         """Peak learning rate of the policy."""
         rate = self.optimizer.learning_rate
-        return usual_learning_rate(**self.method) if rate is None else rate
+        return self.usual_learning_rate if rate is None else rate
 
     @property
-    def method(self) -> Method:
-        """What the usual learning rate depends on."""
-        has_adapter = self.model.lora_rank is not None
-        return {"imitates": self.loss.is_supervised, "has_adapter": has_adapter}
+    def usual_learning_rate(self) -> float:
+        """Usual peak learning rate of the method, which depends on the loss and on LoRA.
+
+        Sources: the defaults of TRL's GRPOTrainer (1e-6) and SFTTrainer (2e-5), documented at
+        huggingface.co/docs/trl; ten times the rate with LoRA, for supervised training and RL alike:
+        Schulman et al. (2025), "LoRA Without Regret".
+        """
+        rate = IMITATION if self.loss.is_supervised else RL
+        return rate if self.model.lora_rank is None else float(f"{rate * LORA_FACTOR:g}")
 
     @property
     def compares_groups(self) -> bool:

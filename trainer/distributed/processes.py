@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from accelerate import Accelerator
-from torch import Tensor
 
 from schemas.errors import InputError, RolloutError, decode, encode
 from schemas.ragged import IntArray
@@ -26,7 +24,7 @@ from trainer.distributed.liveness import lost_error
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
+    from torch import Tensor
 
 T = TypeVar("T")
 STORE = "ROLLOUTS_PROCESS_STORE"

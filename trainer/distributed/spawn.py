@@ -12,10 +12,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Self
 
 from pipelines.generation.process_groups import Watch, signal_group
@@ -56,7 +58,8 @@ def start_processes(num_processes: int, arguments: Sequence[str], hint: str) -> 
     with (
         Watch(tempfile.mkdtemp(prefix="rollouts-")) as watch,
         _Processes(num_processes, arguments, watch) as processes,
-        _passed_on(processes),
+        # The main process responds to them.
+        handling(lambda number, _: processes.pass_on(number), (signal.SIGINT, signal.SIGTERM)),
     ):
         processes.wait()
     return processes.status(hint)
@@ -163,12 +166,16 @@ class _Processes:
 
 
 @contextmanager
-def _passed_on(processes: _Processes) -> Iterator[None]:
-    """Pass SIGINT and SIGTERM on to the main process, which responds to them."""
-    numbers = signal.SIGINT, signal.SIGTERM
-    before = [signal.signal(n, lambda number, _: processes.pass_on(number)) for n in numbers]
+def handling(
+    handler: Callable[[int, FrameType | None], object] | signal.Handlers, numbers: Sequence[int]
+) -> Iterator[None]:
+    """Handle signals in the `with` block; outside the main thread, which gets them, do nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = [signal.signal(number, handler) for number in numbers]
     try:
         yield
     finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
+        for number, earlier in zip(numbers, before, strict=True):
+            signal.signal(number, earlier)

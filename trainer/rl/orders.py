@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import signal
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -22,6 +21,7 @@ from torch import distributed
 
 from schemas.errors import RolloutError, decode, encode
 from trainer.distributed.processes import lost_processes
+from trainer.distributed.spawn import handling
 from trainer.engine.colocated import VllmPart
 from trainer.rl.learning import Learning
 from trainer.run.state import restore_generators
@@ -62,7 +62,8 @@ def follow(learning: Learning, orders: Orders) -> dict[str, Any]:
         KeyboardInterrupt: The main process was interrupted.
     """
     part = VllmPart(learning.training.model.path, learning.weights)
-    with _stopped_by_main():
+    # The main process responds to signals, after its micro-batch.
+    with handling(signal.SIG_IGN, (signal.SIGINT, signal.SIGTERM)):
         while True:
             order = orders.next()
             if order["do"] == STOP:
@@ -97,21 +98,6 @@ def _result_of(order: Mapping[str, Any]) -> dict[str, Any]:
     if order["result"] is None:
         raise KeyboardInterrupt
     return dict(order["result"])
-
-
-@contextmanager
-def _stopped_by_main() -> Iterator[None]:
-    """Ignore SIGINT and SIGTERM, to which the main process responds after its micro-batch."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = signal.SIGINT, signal.SIGTERM
-    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
 
 
 FOREVER = timedelta(days=365)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rollout_io.terminal import Bar, Pace, duration
 from trainer.batches.forest import Forest
-from trainer.config.train_config import described
 from trainer.distributed.processes import is_main
 
 if TYPE_CHECKING:
@@ -25,6 +24,8 @@ if TYPE_CHECKING:
     from trainer.config.train_config import TrainConfig
 
 
+HIGHEST = 1e-2
+"""Learning rate above which AdamW destroys a pretrained model, with or without LoRA."""
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -58,7 +59,15 @@ def show(remark: Remark) -> None:
 
 def say_learning_rate(config: TrainConfig) -> None:
     """Log the learning rate, and the usual one of the method; warn if it is far too high."""
-    show(Remark(*described(config.learning_rate, **config.method)))
+    rate, usual = config.learning_rate, config.usual_learning_rate
+    weights = "of all weights" if config.model.lora_rank is None else "with LoRA"
+    method = f"{'imitation' if config.loss.is_supervised else 'RL'} {weights}"
+    if rate > HIGHEST:
+        text = f"learning rate {rate:g} will probably destroy the model"
+        warn(f"{text}; usual for {method}: {usual:g} (--lr {usual:g})")
+    else:
+        note = f"usual for {method}" if rate == usual else f"usual for {method}: {usual:g}"
+        say(f"learning rate {rate:g} ({note})")
 
 
 def say_attention(accelerator: Accelerator) -> None:

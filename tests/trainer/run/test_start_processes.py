@@ -22,6 +22,11 @@ from trainer.distributed.processes import STARTER, STORE
 NIGHTLY = pytest.mark.nightly
 
 
+def test_the_process_that_starts_the_others_does_not_import_torch():
+    code = "import sys, trainer.distributed.spawn; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def children_of(process, num):
     """The processes that it has started, by rank, once there are so many."""
     until = time.monotonic() + 60
