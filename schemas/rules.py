@@ -49,10 +49,8 @@ _RULES = (
     Rule(
         name="step_index_sequence",
         meaning="step_index counts 0..n-1 over the rows of a trajectory",
-        hint=(
-            "keep or drop complete trajectories (.filter(condition.over('trajectory_id'))), or "
-            "renumber the rows from 0 in the order of their last steps"
-        ),
+        hint="keep or drop complete trajectories (.filter(condition.over('trajectory_id'))), or "
+        "renumber the rows from 0 in the order of their last steps",
     ),
     Rule(
         name="boundary_alignment",
@@ -76,10 +74,8 @@ _RULES = (
     ),
     Rule(
         name="lengths_align",
-        meaning=(
-            "loss_mask, rollout_logprobs, rewards and the other columns by token have one element per "
-            "response token"
-        ),
+        meaning="loss_mask, rollout_logprobs, rewards and the other columns by token have one element per "
+        "response token",
         hint="align them before writing: shifted log-probabilities silently corrupt training",
     ),
     Rule(
@@ -121,10 +117,8 @@ _RULES = (
     ),
     Rule(
         name="teacher_shape",
-        meaning=(
-            "each token has as many teacher_logprobs, finite and at most 0, as teacher_token_ids, no "
-            "id twice"
-        ),
+        meaning="each token has as many teacher_logprobs, finite and at most 0, as teacher_token_ids, no "
+        "id twice",
         hint="write both columns from the same answer of the teacher, or drop both",
     ),
     Rule(
@@ -175,10 +169,8 @@ _RULES = (
     ),
     Rule(
         name="picture_spans",
-        meaning=(
-            "each start and length in pictures are 1 or more tokens inside prompt + response, in order, "
-            "without overlap"
-        ),
+        meaning="each start and length in pictures are 1 or more tokens inside prompt + response, in order, "
+        "without overlap",
         hint="correct the spans, or set start and length to null where they are unknown",
     ),
 )

@@ -21,7 +21,7 @@ from trainer.run.messages import UNWATCHED, Passes
 from trainer.run.open_run import open_run
 from trainer.run.resume import saved_config
 from trainer.run.run import Run
-from trainer.run.run_log import CHANGING, FILE, set_threads, start_of
+from trainer.run.run_log import CHANGING, STARTS, set_threads, start_of
 from trainer.run.state import Progress, load_progress
 from trainer.update import Step, make_update, set_rates, steps
 
@@ -47,7 +47,7 @@ class RecordedRun:
         """
         start = start_of(self.path, update)
         changed = {key: start[key] for key in CHANGING if key in start}
-        values = checked_values(BatchConfig, changed, (), str(self.path / FILE), table="batch.")
+        values = checked_values(BatchConfig, changed, (), str(self.path / STARTS), table="batch.")
         batch = dataclasses.replace(self.config.batch, **values)
         return dataclasses.replace(self, config=dataclasses.replace(self.config, batch=batch))
 

@@ -24,7 +24,7 @@ from schemas.errors import InputError
 from schemas.metadata import DatasetMetadata
 from trainer import checks
 from trainer.batches.pictures import PictureReader, prepare
-from trainer.checks import TOKENIZERS, Rule, refuse
+from trainer.checks import Rule
 from trainer.config.train_config import TrainConfig
 from trainer.distributed.sharding import is_sharded
 from trainer.models.layers import plain_layers
@@ -81,7 +81,7 @@ def check_tokenizers(
                 "model": path,
                 "fingerprint": tokenizer.fingerprint,
             }
-            refuse(pl.DataFrame([facts]), TOKENIZERS, config)
+            checks.refuse(pl.DataFrame([facts]), checks.TOKENIZERS, config)
             text = f"the tokenizer of {path} differs from the dataset's ({facts['tokenizer']})"
             remarks.append(Remark(text, WARNING))
         elif path == config.model.path and notes_match:
@@ -203,7 +203,7 @@ def open_pictures(run: Run, rows: pl.DataFrame) -> PictureReader | None:
         return None
     for role, model in run.models.items():
         seen = facts.with_columns(model=pl.lit(role), sees=pl.lit(shows_pictures(model)))
-        refuse(seen, PICTURES, config)
+        checks.refuse(seen, PICTURES, config)
     reader = PictureReader(config.model.path, stores_of(config.data.dataset))
     policy, path = run.whole_policy, config.model.path
     if isinstance(next(policy.parameters()), FakeTensor):  # its weights have no values
@@ -256,7 +256,7 @@ def _check_tokens(reader: PictureReader, facts: pl.DataFrame, run: Run) -> None:
 
 
 KEYS = ["trajectory_id", "step_index"]
-FACTS = pl.Struct(
+ROUTE_FACTS = pl.Struct(
     {"num_routed": pl.Int64, "highest_expert": pl.Int64, "repeats_expert": pl.Boolean}
 )
 
@@ -282,17 +282,19 @@ def check_replay(
         return f"{text}, because replay_routing is false"
     kind: Any = rollouts.collect_schema()[ROUTING]
     for path, model in models.items():
-        of_model = _of_model(path, model, kind.inner.shape)
+        of_model = _routers_of_model(path, model, kind.inner.shape)
         checks.refuse(of_model, checks.ROUTERS, config)
         routers = routers_of(model)
         assert routers is not None
-        routed = rows.join(_facts(rollouts, [*routers.by_layer]), on=KEYS, maintain_order="left")
+        routed = rows.join(
+            _route_facts(rollouts, [*routers.by_layer]), on=KEYS, maintain_order="left"
+        )
         routed = routed.join(of_model.drop("name"), how="cross")
         checks.refuse(routed, checks.ROUTING, config)
     return _free_tokens(routed)
 
 
-def _of_model(path: str, model: Any, recorded: tuple[int, int]) -> pl.DataFrame:
+def _routers_of_model(path: str, model: Any, recorded: tuple[int, int]) -> pl.DataFrame:
     """Return one row about the routers of a model; those of an unsupported family are null."""
     routers = routers_of(model)
     facts = {
@@ -309,7 +311,7 @@ def _of_model(path: str, model: Any, recorded: tuple[int, int]) -> pl.DataFrame:
     return pl.DataFrame([facts])
 
 
-def _facts(rollouts: pl.LazyFrame, layers: list[int]) -> pl.DataFrame:
+def _route_facts(rollouts: pl.LazyFrame, layers: list[int]) -> pl.DataFrame:
     """Summarise the recorded experts of each row in the layers that have a router.
 
     Returns `num_routed` (tokens with recorded experts), `highest_expert`, and `repeats_expert` (whether
@@ -330,7 +332,7 @@ def _facts(rollouts: pl.LazyFrame, layers: list[int]) -> pl.DataFrame:
         values_of = {"num_routed": lengths, "highest_expert": highest, "repeats_expert": repeats}
         return pl.DataFrame(values_of).to_struct(column.name)
 
-    facts = pl.col(ROUTING).map_batches(look, return_dtype=FACTS, is_elementwise=True)
+    facts = pl.col(ROUTING).map_batches(look, return_dtype=ROUTE_FACTS, is_elementwise=True)
     return rollouts.select(*KEYS, facts=facts).unnest("facts").collect(engine="streaming")
 
 

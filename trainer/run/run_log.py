@@ -189,9 +189,9 @@ def numbers_of(metrics: dict[str, Any]) -> str:
     return f"loss {metrics['loss']:.4g}, {shown}{metrics['tokens_per_s']:.0f} tokens/s"
 
 
-COLUMNS = ("trajectory", "return", "advantage", "prompt", "response")
+SAMPLE_COLUMNS = ("trajectory", "return", "advantage", "prompt", "response")
 Sample = tuple[str, float | None, float, str, str]
-"""Values of `COLUMNS`."""
+"""Values of `SAMPLE_COLUMNS`."""
 
 _tokenizer = lru_cache(maxsize=1)(load_tokenizer)
 
@@ -253,16 +253,20 @@ def log_samples(tracker: Any, samples: Sequence[Sample], global_step: int) -> No
     """Log the samples of an update to a tracker of Accelerate, of a kind in `SAMPLE_TRACKERS`."""
     table = "samples"
     if tracker.name == "wandb":
-        tracker.log_table(table, list(COLUMNS), [[*sample] for sample in samples], step=global_step)
+        tracker.log_table(
+            table, list(SAMPLE_COLUMNS), [[*sample] for sample in samples], step=global_step
+        )
     elif tracker.name == "mlflow":
         import mlflow
 
-        columns = dict(zip(COLUMNS, map(list, zip(*samples, strict=True)), strict=True))
+        columns = dict(zip(SAMPLE_COLUMNS, map(list, zip(*samples, strict=True)), strict=True))
         mlflow.log_table(columns, f"{table}/update_{global_step}.json", tracker.tracker.info.run_id)
     else:
         for i, (*facts, prompt, response) in enumerate(samples):
             texts = [f"{value}" for value in facts] + [_block(prompt), _block(response)]
-            parts = (f"**{name}**: {text}" for name, text in zip(COLUMNS, texts, strict=True))
+            parts = (
+                f"**{name}**: {text}" for name, text in zip(SAMPLE_COLUMNS, texts, strict=True)
+            )
             tracker.log({f"{table}/{i}": "\n\n".join(parts)}, global_step)
 
 
@@ -271,7 +275,7 @@ def _block(text: str) -> str:
     return "\n\n" + "\n".join(f"    {line}" for line in text.splitlines())
 
 
-FILE = "starts.jsonl"
+STARTS = "starts.jsonl"
 MACHINE = ("device", "num_processes", "torch", "transformers")
 """Keys of a line whose values affect the results, besides the number of threads."""
 CHANGING = ("tokens_per_micro_batch", "max_row_tokens")
@@ -311,12 +315,12 @@ def record_start(
     lines = [line for line in starts if line["global_step"] < global_step]
     settings = {key: getattr(config.batch, key) for key in CHANGING}
     lines.append({"global_step": global_step} | this_machine(accelerator) | settings)
-    replace_text(out / FILE, "".join(f"{json.dumps(line)}\n" for line in lines))
+    replace_text(out / STARTS, "".join(f"{json.dumps(line)}\n" for line in lines))
 
 
 def starts_of(out: Path) -> list[dict[str, Any]]:
     """Read a run's `starts.jsonl`, ordered by `global_step`; empty if the file cannot be read."""
-    file = out / FILE
+    file = out / STARTS
     try:
         lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
         return sorted(lines, key=lambda line: int(line["global_step"]))
