@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from trainer.config.train_config import TrainConfig
 
 
-HIGHEST = 1e-2
+HIGHEST_LEARNING_RATE = 1e-2
 """Learning rate above which AdamW destroys a pretrained model, with or without LoRA."""
 _LOGGER = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def say_learning_rate(config: TrainConfig) -> None:
     rate, usual = config.learning_rate, config.usual_learning_rate
     weights = "of all weights" if config.model.lora_rank is None else "with LoRA"
     method = f"{'imitation' if config.loss.is_supervised else 'RL'} {weights}"
-    if rate > HIGHEST:
+    if rate > HIGHEST_LEARNING_RATE:
         text = f"learning rate {rate:g} will probably destroy the model"
         warn(f"{text}; usual for {method}: {usual:g} (--lr {usual:g})")
     else:
