@@ -19,9 +19,8 @@ from accelerate import Accelerator
 from rollout_io.cli.output import REPEATED_S, answers_second_signal
 from trainer.config.train_config import TrainConfig, save_config
 from trainer.distributed.liveness import watched
-from trainer.distributed.processes import gather_bytes, lost_processes, on_main
+from trainer.distributed.processes import gather_bytes, handling, lost_processes, on_main
 from trainer.distributed.sharding import whole_weights
-from trainer.distributed.spawn import handling
 from trainer.run.checkpoint import checkpoint_path, discard_after, save_checkpoint
 from trainer.run.directory import alone_in, publish, published, stays_in_place, stops_when_full
 from trainer.run.messages import UNWATCHED

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -23,6 +25,8 @@ from schemas.ragged import IntArray
 from trainer.distributed.liveness import lost_error
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from accelerate import Accelerator
     from torch import Tensor
 
@@ -214,6 +218,22 @@ def of_all_processes(
     ordered = every[order]
     whole = [ordered[:, i].astype(c.dtype) for i, c in enumerate(columns, start=1)]
     return whole, place[first : first + len(key)]
+
+
+@contextmanager
+def handling(
+    handler: Callable[[int, FrameType | None], object] | signal.Handlers, numbers: Sequence[int]
+) -> Iterator[None]:
+    """Handle signals in the `with` block; outside the main thread, which gets them, do nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = [signal.signal(number, handler) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, earlier in zip(numbers, before, strict=True):
+            signal.signal(number, earlier)
 
 
 _BITS, _DIGIT = 64, 4

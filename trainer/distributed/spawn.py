@@ -12,17 +12,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Self
 
 from pipelines.generation.process_groups import Watch, signal_group
 from schemas.errors import InputError
-from trainer.distributed.processes import STARTER, STORE
+from trainer.distributed.processes import STARTER, STORE, handling
 
 LOST = 3
 """Exit status of a process that ends because another one has ended."""
@@ -163,19 +160,3 @@ class _Processes:
         if process.poll() is None:
             self._killed.add(rank)
             signal_group(process.pid, signal.SIGKILL)
-
-
-@contextmanager
-def handling(
-    handler: Callable[[int, FrameType | None], object] | signal.Handlers, numbers: Sequence[int]
-) -> Iterator[None]:
-    """Handle signals in the `with` block; outside the main thread, which gets them, do nothing."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = [signal.signal(number, handler) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, earlier in zip(numbers, before, strict=True):
-            signal.signal(number, earlier)

@@ -20,8 +20,7 @@ from accelerate import Accelerator
 from torch import distributed
 
 from schemas.errors import RolloutError, decode, encode
-from trainer.distributed.processes import lost_processes
-from trainer.distributed.spawn import handling
+from trainer.distributed.processes import handling, lost_processes
 from trainer.engine.colocated import VllmPart
 from trainer.rl.learning import Learning
 from trainer.run.state import restore_generators
