@@ -28,12 +28,11 @@ from benchmarks.training import step_of
 from schemas.columns import arrow_schema
 from schemas.metadata import DatasetMetadata
 from trainer.batch import Batch, to_batch
-from trainer.batches.forest import Forest
-from trainer.batches.packing import chain_forests
+from trainer.batches.forest import Forest, chain_forests
 from trainer.config.train_config import load_config
-from trainer.forensics.blame.blame import attribute, outlier_scores, traits
-from trainer.forensics.blame.gradients import linearize, norm
-from trainer.forensics.replay.reconstruct import Reconstruction, reconstruct
+from trainer.forensics.blame import attribute, outlier_scores, traits
+from trainer.forensics.reconstruct import Reconstruction, reconstruct
+from trainer.forensics.row_gradients import linearize, norm
 from trainer.loss import policy_logprobs
 from trainer.models.policy import Policy, load_policy
 from trainer.run.run import Run

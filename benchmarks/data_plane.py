@@ -30,12 +30,10 @@ from torch import distributed
 
 import rollout_io
 from schemas.columns import arrow_schema
-from trainer.batch import index_rows, read_rows, to_batch
-from trainer.batches.micro_batches import cut_batch
+from trainer.batch import cut_batch, index_rows, read_rows, to_batch
 from trainer.batches.plan import Plan, dataset_returns, make_plan
-from trainer.batches.row_shares import share_rows
 from trainer.config.train_config import TrainConfig, load_config
-from trainer.distributed.balance import local_forests
+from trainer.distributed.balance import local_forests, share_rows
 from trainer.distributed.processes import local_groups
 from trainer.loss import with_weights
 from trainer.run.metrics import update_metrics

@@ -75,8 +75,7 @@ from pipelines.generation.engines.vllm import VllmEngine
 from pipelines.generation.processes import VllmServer
 from schemas.ragged import IntArray
 from trainer import rl
-from trainer.batch import Batch
-from trainer.batches.micro_batches import cut_batch
+from trainer.batch import Batch, cut_batch
 from trainer.config.sections import BatchConfig, ModelConfig, RunConfig
 from trainer.engine.nccl_sender import open_nccl_sender
 from trainer.models.attention import CHAIN_ATTENTION

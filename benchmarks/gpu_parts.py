@@ -31,9 +31,9 @@ from benchmarks.gpu_setup import (
 from pipelines.generation.engines.base import Sampling
 from trainer.batches.forest import ChainLayout
 from trainer.engine.embedded import TransformersEngine
-from trainer.models import attention, flex_tree, varlen
+from trainer.models import attention, varlen
 from trainer.models.logprob_head import target_logprobs
-from trainer.models.tree_attention import tree_attention
+from trainer.models.tree_attention import block_mask, tree_attention
 
 LAYOUTS = {"packed": "step", "tree": "tree_per_group"}
 KINDS = {
@@ -174,7 +174,7 @@ def _attentions(chains: ChainLayout, device: str) -> dict[str, Callable[..., Ten
         name = varlen.packed_attention(torch.device(device), "bfloat16").partition(",")[0]
         kernels[name] = lambda *qkv: varlen.varlen(*qkv, chains, None, None)
         kernels["cuDNN, ragged rows"] = lambda *qkv: RaggedCudnn.apply(*qkv, chains)
-        flex_tree.block_mask.cache_clear()
+        block_mask.cache_clear()
     return kernels
 
 

@@ -17,9 +17,8 @@ from accelerate import Accelerator
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks import training, trees
-from trainer.batch import Batch
+from trainer.batch import Batch, cut_batch
 from trainer.batches.forest import MiniBatch
-from trainer.batches.micro_batches import cut_batch
 from trainer.models.layers import compile_layers
 from trainer.models.policy import Policy, load_policy
 from trainer.run.run import Run

@@ -42,8 +42,7 @@ from pipelines.statistics.savings import Cost
 from rollout_io.cli.main import run as rollouts_command
 from tests.helpers.trainer_helpers import load_batch
 from trainer.batch import Batch
-from trainer.batches.forest import Forest, MiniBatch, chain_forest, chain_lengths
-from trainer.batches.packing import chain_forests
+from trainer.batches.forest import Forest, MiniBatch, chain_forest, chain_forests, chain_lengths
 from trainer.batches.plan import make_plan
 from trainer.config.train_config import TrainConfig, load_config
 from trainer.models.policy import Policy, load_policy

@@ -30,9 +30,8 @@ from accelerate import Accelerator
 
 from benchmarks import training
 from rollout_io.cli.main import run as rollouts_command
-from trainer.batch import Batch, to_batch
+from trainer.batch import Batch, cut_batch, to_batch
 from trainer.batches.forest import MiniBatch
-from trainer.batches.micro_batches import cut_batch
 from trainer.config.train_config import TrainConfig, load_config
 from trainer.loss import policy_logprobs
 from trainer.models.policy import Policy, load_policy

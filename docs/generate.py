@@ -17,8 +17,8 @@ from rollout_io.cli.main import run
 from rollout_io.formats.unrecognized import REFUSED
 from schemas import RULES, TOKEN_RECORD_COLUMNS, documentation_table
 from schemas.columns import PREFIX_FIELDS
-from schemas.error_ids import error_ids
 from schemas.row_checks import HEADER_TOKENS, MIN_ANSWER_TOKENS
+from schemas.rules import error_ids
 from schemas.run_metrics import LOOP_METRICS, METRICS
 from trainer.rl.config import OWN_KEYS
 from trainer.run.token_records import SAMPLED_GROUPS

@@ -14,9 +14,8 @@ import torch
 import pipelines
 import rollout_io
 from rollout_io.cli.main import run
-from trainer.batch import read_rows, to_batch
+from trainer.batch import cut_batch, read_rows, to_batch
 from trainer.batches.forest import Forest
-from trainer.batches.micro_batches import cut_batch
 from trainer.batches.plan import make_plan
 from trainer.config.train_config import load_config
 from trainer.models.tree_attention import pieces

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 import rollout_io  # noqa: F401  (checks that no local file shadows `schemas`)
-from schemas.lazy import exports
+from schemas.imports import exports
 
 if TYPE_CHECKING:
     from pipelines.drift_diagnosis.diagnosis import drift

@@ -21,7 +21,7 @@ from rollout_io.formats.parsing.jsonl import decode_line, read_lines
 from rollout_io.retokenize.token_bytes import TokenBytes
 from schemas.columns import PICTURES
 from schemas.errors import ConfigError, InputError
-from schemas.extras import requires_extra
+from schemas.imports import requires_extra
 from schemas.pictures import identities
 from schemas.ragged import IntArray, Ragged, gather, offsets_of, zipped
 from schemas.types import as_table

@@ -6,7 +6,7 @@ from rollout_io.startup import require_ours
 
 require_ours("schemas")
 
-from schemas.lazy import exports  # noqa: E402
+from schemas.imports import exports  # noqa: E402
 
 if TYPE_CHECKING:
     from rollout_io.conversion.driver import convert, read_log

@@ -2,15 +2,14 @@
 
 from typing import TYPE_CHECKING
 
-from schemas.lazy import exports
+from schemas.imports import exports
 
 if TYPE_CHECKING:
     from schemas.checker import ValidationError, check, validate
     from schemas.columns import COLUMNS, Column, arrow_schema, documentation_table
-    from schemas.forensics import UPDATE_SHARE_COLUMNS, VERDICT_COLUMNS
     from schemas.metadata import SCHEMA_VERSION, DatasetMetadata, upgrade
+    from schemas.records import TOKEN_RECORD_COLUMNS, UPDATE_SHARE_COLUMNS, VERDICT_COLUMNS
     from schemas.rules import RULES, Rule
-    from schemas.token_records import TOKEN_RECORD_COLUMNS
 
 __all__ = [
     "COLUMNS",

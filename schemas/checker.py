@@ -298,12 +298,10 @@ def unreadable_text(
                     spans += [(half, end), (begin, half)] if end - begin > 1 else []
                     rows += [at + begin] if end - begin == 1 else []
             at += len(chunk)
-        finding, sentence = (
-            ["invalid UTF-8"] * len(rows),
-            "the text in column {column} is not UTF-8",
+        index, sentence = np.array(rows, np.int64), "the text in column {column} is not UTF-8"
+        breaches.append(
+            view.breaches("columns_and_types", index, name, "invalid UTF-8", "UTF-8", sentence)
         )
-        index = np.array(rows, np.int64)
-        breaches.append(view.breaches("columns_and_types", index, name, finding, "UTF-8", sentence))
     return joined(breaches)
 
 
@@ -365,13 +363,10 @@ def _check_nulls(view: View, name: str) -> list[pl.DataFrame]:
     rule, values, breaches = "columns_and_types", view.table.column(name), []
     if values.null_count and not is_nullable(name):
         rows = np.flatnonzero(to_numpy(values.is_null()))
-        breaches.append(
-            view.breaches(rule, rows, name, ["null"] * len(rows), "a value", "{column} is null")
-        )
+        breaches.append(view.breaches(rule, rows, name, "null", "a value", "{column} is null"))
     rows = _rows_with_null_elements(values)
-    if len(rows):
-        finding, sentence = ["a null element"] * len(rows), "{column} contains a null element"
-        breaches.append(view.breaches(rule, rows, name, finding, "no null", sentence))
+    sentence = "{column} contains a null element"
+    breaches.append(view.breaches(rule, rows, name, "a null element", "no null", sentence))
     if name == "token_source":
         texts = pl.Series(view.strings(name))
         unknown = texts.is_not_null() & ~texts.is_in(TOKEN_SOURCES)

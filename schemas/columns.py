@@ -25,7 +25,7 @@ class Length(Enum):
     RESPONSE = "response"  # one element per token of `response_ids`
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Column:
     """Declaration of one column.
 
@@ -33,16 +33,26 @@ class Column:
         name: Column name.
         type: Arrow type that the writer casts to; None if it depends on the data (routing: the
             number of layers and top-k depend on the model).
+        meaning: One-line description for the documentation.
         nullable: True if the column may contain nulls or be absent from the table.
         length: Length rule of a list column.
-        meaning: One-line description for the documentation.
     """
 
     name: str
     type: pa.DataType | None
+    meaning: str
     nullable: bool = False
     length: Length = Length.FREE
-    meaning: str
+
+
+def optional(name: str, kind: pa.DataType | None, meaning: str) -> Column:
+    """Declare a column that may contain nulls or be absent."""
+    return Column(name, kind, meaning, nullable=True)
+
+
+def per_token(name: str, kind: pa.DataType, meaning: str, *, nullable: bool = True) -> Column:
+    """Declare a list column with one element of type `kind` per response token."""
+    return Column(name, pa.list_(kind), meaning, nullable, Length.RESPONSE)
 
 
 METRICS_TYPE = pa.list_(pa.struct([("key", pa.string()), ("value", pa.float64())]))
@@ -71,221 +81,138 @@ NUM_ROUTED = "num_routed_tokens"
 TASK = "task_instance_id"
 
 COLUMNS: tuple[Column, ...] = (
-    Column(
-        name="instance_id", type=pa.string(), meaning="the task or prompt; identifies the group"
-    ),
-    Column(name="repetition_id", type=pa.int32(), meaning="index of the attempt, from 0"),
-    Column(
-        name="trajectory_id", type=pa.string(), meaning="`{instance_id}_{repetition_id}`, unique"
-    ),
-    Column(
-        name=TASK,
-        type=pa.string(),
-        nullable=True,
-        meaning=(
-            "the task, where several groups attempt the same one (`rollouts rl` visits each task once "
-            "in every pass); null: the task is `instance_id`"
-        ),
+    Column("instance_id", pa.string(), "the task or prompt; identifies the group"),
+    Column("repetition_id", pa.int32(), "index of the attempt, from 0"),
+    Column("trajectory_id", pa.string(), "`{instance_id}_{repetition_id}`, unique"),
+    optional(
+        TASK,
+        pa.string(),
+        "the task, where several groups attempt the same one (`rollouts rl` visits each task once "
+        "in every pass); null: the task is `instance_id`",
     ),
     Column(
-        name="step_index",
-        type=pa.int32(),
-        meaning="index of the row in its trajectory, from 0; rows are ordered by their last step",
+        "step_index",
+        pa.int32(),
+        "index of the row in its trajectory, from 0; rows are ordered by their last step",
     ),
     Column(
-        name="is_last_step",
-        type=pa.bool_(),
-        meaning="true only on the trajectory's final row, which contains its last step",
+        "is_last_step",
+        pa.bool_(),
+        "true only on the trajectory's final row, which contains its last step",
     ),
     Column(
-        name="prompt_token_ids",
-        type=pa.list_(pa.int32()),
-        meaning="the exact ids of the prompt that the engine received",
+        "prompt_token_ids",
+        pa.list_(pa.int32()),
+        "the exact ids of the prompt that the engine received",
     ),
     Column(
-        name="response_ids",
-        type=pa.list_(pa.int32()),
-        meaning=(
-            "the exact ids that the engine sampled; in a merged row, also the tokens between its "
-            "steps"
-        ),
+        "response_ids",
+        pa.list_(pa.int32()),
+        "the exact ids that the engine sampled; in a merged row, also the tokens between its steps",
     ),
-    Column(
-        name="loss_mask",
-        type=pa.list_(pa.bool_()),
-        length=Length.RESPONSE,
-        meaning="true for response tokens that are trained on",
+    per_token(
+        "loss_mask", pa.bool_(), "true for response tokens that are trained on", nullable=False
     ),
-    Column(
-        name="redacted",
-        type=pa.list_(pa.bool_()),
-        nullable=True,
-        length=Length.RESPONSE,
-        meaning=(
-            "true for sampled tokens whose ids redaction replaced, which are never trained on; null: "
-            "the row was not redacted"
-        ),
+    per_token(
+        "redacted",
+        pa.bool_(),
+        "true for sampled tokens whose ids redaction replaced, which are never trained on; null: "
+        "the row was not redacted",
     ),
-    Column(
-        name="rollout_logprobs",
-        type=pa.list_(pa.float32()),
-        nullable=True,
-        length=Length.RESPONSE,
-        meaning="the sampler's log-probabilities, nats; 0.0 at tokens that were not sampled",
+    per_token(
+        "rollout_logprobs",
+        pa.float32(),
+        "the sampler's log-probabilities, nats; 0.0 at tokens that were not sampled",
     ),
-    Column(
-        name="sampling_support",
-        type=pa.list_(pa.list_(pa.int32())),
-        nullable=True,
-        length=Length.RESPONSE,
-        meaning=(
-            "the ids that could have been drawn at each token (after top-k, top-p and min-p), over "
-            "which `rollout_logprobs` are then normalised; empty at tokens that were not sampled; "
-            "null: unknown"
-        ),
+    per_token(
+        "sampling_support",
+        pa.list_(pa.int32()),
+        "the ids that could have been drawn at each token (after top-k, top-p and min-p), over "
+        "which `rollout_logprobs` are then normalised; empty at tokens that were not sampled; "
+        "null: unknown",
     ),
-    Column(
-        name="trainer_logprobs",
-        type=pa.list_(pa.float32()),
-        nullable=True,
-        length=Length.RESPONSE,
-        meaning=(
-            "log-probabilities under the trainer's policy, as recorded by the trainer, nats; 0.0 at "
-            "tokens without one"
-        ),
+    per_token(
+        "trainer_logprobs",
+        pa.float32(),
+        "log-probabilities under the trainer's policy, as recorded by the trainer, nats; 0.0 at "
+        "tokens without one",
     ),
-    Column(
-        name="teacher_token_ids",
-        type=pa.list_(pa.list_(pa.int32())),
-        nullable=True,
-        length=Length.RESPONSE,
-        meaning="a teacher's most likely ids at each token, in place of it; empty where unknown",
+    per_token(
+        "teacher_token_ids",
+        pa.list_(pa.int32()),
+        "a teacher's most likely ids at each token, in place of it; empty where unknown",
     ),
-    Column(
-        name="teacher_logprobs",
-        type=pa.list_(pa.list_(pa.float32())),
-        nullable=True,
-        length=Length.RESPONSE,
-        meaning="log-probabilities of `teacher_token_ids` under the teacher, nats",
+    per_token(
+        "teacher_logprobs",
+        pa.list_(pa.float32()),
+        "log-probabilities of `teacher_token_ids` under the teacher, nats",
     ),
-    Column(
-        name="reward",
-        type=pa.float64(),
-        nullable=True,
-        meaning="the row's scalar reward (for a merged row, the sum); null means unknown, never 0",
+    optional(
+        "reward",
+        pa.float64(),
+        "the row's scalar reward (for a merged row, the sum); null means unknown, never 0",
     ),
-    Column(
-        name="rewards",
-        type=pa.list_(pa.float64()),
-        nullable=True,
-        length=Length.RESPONSE,
-        meaning="one reward per response token; sums to `reward`",
+    per_token("rewards", pa.float64(), "one reward per response token; sums to `reward`"),
+    optional(
+        "segments",
+        pa.list_(pa.struct(list(SEGMENT_FIELDS))),
+        "the ranges of `response_ids` that were sampled, in order, with the original step "
+        "index; in a merged row, each segment with `joined` is one original step and "
+        "stores the values of that step; null: the entire response is one step",
     ),
-    Column(
-        name="segments",
-        type=pa.list_(pa.struct(list(SEGMENT_FIELDS))),
-        nullable=True,
-        meaning=(
-            "the ranges of `response_ids` that were sampled, in order, with the original step "
-            "index; in a merged row, each segment with `joined` is one original step and "
-            "stores the values of that step; null: the entire response is one step"
-        ),
+    optional(
+        "stop_reason", pa.string(), "why sampling ended, as the engine or harness reported it"
     ),
-    Column(
-        name="stop_reason",
-        type=pa.string(),
-        nullable=True,
-        meaning="why sampling ended, as the engine or harness reported it",
+    optional(
+        "policy_version",
+        pa.int32(),
+        "version of the weights that sampled the row; if there are several, the oldest",
     ),
-    Column(
-        name="policy_version",
-        type=pa.int32(),
-        nullable=True,
-        meaning="version of the weights that sampled the row; if there are several, the oldest",
+    per_token(
+        "policy_versions",
+        pa.int32(),
+        "version of the weights that sampled each token, where it may change during a response; "
+        "0 at tokens that were not sampled; null: `policy_version` sampled them all",
     ),
-    Column(
-        name="policy_versions",
-        type=pa.list_(pa.int32()),
-        nullable=True,
-        length=Length.RESPONSE,
-        meaning=(
-            "version of the weights that sampled each token, where it may change during a response; "
-            "0 at tokens that were not sampled; null: `policy_version` sampled them all"
-        ),
+    optional("temperature", pa.float32(), "sampling temperature"),
+    optional("top_p", pa.float32(), "nucleus truncation; 1 is off"),
+    optional("top_k", pa.int32(), "top-k truncation; 0 or less is off"),
+    optional(
+        "sampling_extra",
+        pa.string(),
+        "JSON of any other setting that changed the sampled distribution (`min_p`, penalties, "
+        "`logit_bias`, a grammar, ...); null: unknown",
     ),
-    Column(name="temperature", type=pa.float32(), nullable=True, meaning="sampling temperature"),
-    Column(name="top_p", type=pa.float32(), nullable=True, meaning="nucleus truncation; 1 is off"),
-    Column(
-        name="top_k", type=pa.int32(), nullable=True, meaning="top-k truncation; 0 or less is off"
+    optional(
+        "rollout_expert_indices",
+        None,
+        "list<fixed list<fixed list<int16, topk>, layers>>: experts chosen for each token of "
+        "prompt + response, or for only the first n (n >= 1)",
     ),
-    Column(
-        name="sampling_extra",
-        type=pa.string(),
-        nullable=True,
-        meaning=(
-            "JSON of any other setting that changed the sampled distribution (`min_p`, penalties, "
-            "`logit_bias`, a grammar, ...); null: unknown"
-        ),
+    optional(
+        "agent",
+        pa.string(),
+        "which agent made the call, if the harness records it (`main`, `checker`)",
     ),
-    Column(
-        name="rollout_expert_indices",
-        type=None,
-        nullable=True,
-        meaning=(
-            "list<fixed list<fixed list<int16, topk>, layers>>: experts chosen for each token of "
-            "prompt + response, or for only the first n (n >= 1)"
-        ),
+    Column("token_source", pa.string(), "`engine` (exact ids) or `retokenized` (from text)"),
+    optional("error", pa.string(), "why the trajectory failed; null if it did not fail"),
+    optional(
+        "messages",
+        pa.string(),
+        "JSON of the messages that were sent, for people to read; for a re-tokenized row, the "
+        "entire conversation with the model's answers",
     ),
-    Column(
-        name="agent",
-        type=pa.string(),
-        nullable=True,
-        meaning="which agent made the call, if the harness records it (`main`, `checker`)",
+    optional(
+        PICTURES,
+        PICTURES_TYPE,
+        "the pictures, documents and recordings in `messages`, in order. `sha256`: `sha256:` and "
+        "the digest of the file in `DS.blobs` (null: the log has only a URL, or it was redacted). "
+        "`start` and `length`: the tokens of prompt + response that stand for the picture (null: "
+        "unknown, or there are none; `length` alone is null in datasets of schema version 1)",
     ),
-    Column(
-        name="token_source",
-        type=pa.string(),
-        meaning="`engine` (exact ids) or `retokenized` (from text)",
-    ),
-    Column(
-        name="error",
-        type=pa.string(),
-        nullable=True,
-        meaning="why the trajectory failed; null if it did not fail",
-    ),
-    Column(
-        name="messages",
-        type=pa.string(),
-        nullable=True,
-        meaning=(
-            "JSON of the messages that were sent, for people to read; for a re-tokenized row, the "
-            "entire conversation with the model's answers"
-        ),
-    ),
-    Column(
-        name=PICTURES,
-        type=PICTURES_TYPE,
-        nullable=True,
-        meaning=(
-            "the pictures, documents and recordings in `messages`, in order. `sha256`: `sha256:` and "
-            "the digest of the file in `DS.blobs` (null: the log has only a URL, or it was redacted). "
-            "`start` and `length`: the tokens of prompt + response that stand for the picture (null: "
-            "unknown, or there are none; `length` alone is null in datasets of schema version 1)"
-        ),
-    ),
-    Column(
-        name="response_text",
-        type=pa.string(),
-        nullable=True,
-        meaning="text of the response, for people to read",
-    ),
-    Column(name="metrics", type=METRICS_TYPE, nullable=True, meaning="environment metrics"),
-    Column(
-        name="source",
-        type=pa.string(),
-        nullable=True,
-        meaning="file and position the row was converted from",
-    ),
+    optional("response_text", pa.string(), "text of the response, for people to read"),
+    optional("metrics", METRICS_TYPE, "environment metrics"),
+    optional("source", pa.string(), "file and position the row was converted from"),
 )
 
 TOKEN_SOURCES = ("engine", "retokenized")

@@ -10,15 +10,18 @@
 
 An error prints as its message followed by its rule id, `calls.jsonl:3: ... [json_line]`. In code,
 compare `rule`, never the message.
+
+Messages quote contents (`quoted`). In a block of `cleaning`, secrets are replaced before a content
+is cut: half a secret is recognised by no scanner, and tells most of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from copy import copy
 from typing import Any, NoReturn, Self
-
-from schemas.excerpts import cleaned
 
 _BRIEF = 72  # maximum length of a reason in a list of reasons
 _MOST_RULES = 4
@@ -215,3 +218,42 @@ def first_of(place: str, number: int) -> str:
         ('row 3', 'row 3 (the first of 12)')
     """
     return place if number == 1 else f"{place} (the first of {number:,})"
+
+
+_CLEAN: ContextVar[Callable[[str], str] | None] = ContextVar("clean", default=None)
+
+
+@contextmanager
+def cleaning(clean: Callable[[str], str] | None) -> Iterator[None]:
+    """Clean the contents that errors quote in a block, and in the tasks that begin in it.
+
+    Args:
+        clean: Returns a text without its secrets; None: contents are quoted as they are.
+    """
+    token = _CLEAN.set(clean)
+    try:
+        yield
+    finally:
+        _CLEAN.reset(token)
+
+
+def cleaned(text: str) -> str:
+    """Return a text as errors may quote it, to be cut afterwards."""
+    clean = _CLEAN.get()
+    return text if clean is None else clean(text)
+
+
+def fragment(text: str) -> str:
+    """Quote a part of a content that was cut before; it is left out in a block of `cleaning`."""
+    return repr(text if _CLEAN.get() is None else "...")
+
+
+def quoted(text: str) -> str:
+    """Quote the begin and the end of a long text.
+
+    Example:
+        >>> quoted("a" * 70)
+        "'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa...aaaaaaaaaaaaaaa'"
+    """
+    text = cleaned(text)
+    return repr(text if len(text) <= 60 else f"{text[:40]}...{text[-15:]}")

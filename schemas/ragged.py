@@ -17,6 +17,7 @@ from schemas.numpy_arrays import filled, to_arrow, to_numpy
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
+FloatArray = npt.NDArray[np.float64]
 
 # Above this mean range length, concatenating slices is faster than fancy indexing by element.
 _LONG = 64

@@ -16,8 +16,14 @@ from schemas.columns import COLUMNS, JOINED, METRICS_TYPE, PICTURES, PICTURES_TY
 from schemas.numpy_arrays import filled, to_arrow, to_frame, to_numpy
 from schemas.ragged import BoolArray, IntArray, Ragged, list_lengths
 from schemas.structure_checks import first_rows
-from schemas.support_checks import check_set_range, check_support, check_teacher
-from schemas.token_checks import check_logprobs, check_versions, first_elements
+from schemas.token_checks import (
+    check_logprobs,
+    check_set_range,
+    check_support,
+    check_teacher,
+    check_versions,
+    first_elements,
+)
 from schemas.types import cast_column
 from schemas.view import View
 
@@ -41,8 +47,8 @@ def check_nonempty(view: View) -> Iterator[pl.DataFrame]:
     ):
         if lengths is not None:
             rows = np.flatnonzero((lengths == 0) & healthy)
-            finding = ["0 tokens"] * len(rows)
-            yield view.breaches(rule, rows, name, finding, "at least 1 token", "{column} is empty")
+            sentence = "{column} is empty"
+            yield view.breaches(rule, rows, name, "0 tokens", "at least 1 token", sentence)
 
 
 def check_lengths_align(view: View) -> Iterator[pl.DataFrame]:
@@ -191,9 +197,8 @@ def check_routing(view: View) -> Iterator[pl.DataFrame]:
         per_token = len(experts) // len(tokens)
         token = np.flatnonzero((experts < 0).reshape(-1, per_token).any(axis=1))
         rows = np.unique(np.repeat(np.arange(len(lengths)), lengths)[token])
-        finding = ["an expert below 0"] * len(rows)
         sentence = "{column} contains a negative expert index"
-        yield view.breaches("routing_shape", rows, name, finding, ">= 0", sentence)
+        yield view.breaches("routing_shape", rows, name, "an expert below 0", ">= 0", sentence)
 
 
 BLOB = r"sha256:[0-9a-f]{64}"

@@ -1,14 +1,21 @@
-"""Named invariants of a rollout table; errors and reports print their names.
+"""Named invariants of a rollout table, and all error ids with kind, cause and fix.
 
-They are checked in `schemas.row_checks`, `schemas.structure_checks` and `schemas.support_checks`.
-Readers of logs (`rollout_io.formats.parsing.tokens`) repeat those of log-probabilities, to reject a
-log early.
+Invariants are checked in `schemas.row_checks`, `schemas.structure_checks` and
+`schemas.token_checks`; errors and reports print their names. Readers of logs
+(`rollout_io.formats.parsing.tokens`) repeat those of log-probabilities, to reject a log early.
+
+Cause and fix of an invariant are declared with its rule, those of all other ids in `error_ids.toml`.
+docs/errors.md is generated from them. A test compares these ids with the ids that the code raises.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Literal
+
+from schemas import errors
 
 Severity = Literal["error", "warning"]
 
@@ -42,10 +49,8 @@ _RULES = (
     Rule(
         name="step_index_sequence",
         meaning="step_index counts 0..n-1 over the rows of a trajectory",
-        hint=(
-            "keep or drop complete trajectories (.filter(condition.over('trajectory_id'))), or "
-            "renumber the rows from 0 in the order of their last steps"
-        ),
+        hint="keep or drop complete trajectories (.filter(condition.over('trajectory_id'))), or "
+        "renumber the rows from 0 in the order of their last steps",
     ),
     Rule(
         name="boundary_alignment",
@@ -69,10 +74,8 @@ _RULES = (
     ),
     Rule(
         name="lengths_align",
-        meaning=(
-            "loss_mask, rollout_logprobs, rewards and the other columns by token have one element per "
-            "response token"
-        ),
+        meaning="loss_mask, rollout_logprobs, rewards and the other columns by token have one element per "
+        "response token",
         hint="align them before writing: shifted log-probabilities silently corrupt training",
     ),
     Rule(
@@ -114,10 +117,8 @@ _RULES = (
     ),
     Rule(
         name="teacher_shape",
-        meaning=(
-            "each token has as many teacher_logprobs, finite and at most 0, as teacher_token_ids, no "
-            "id twice"
-        ),
+        meaning="each token has as many teacher_logprobs, finite and at most 0, as teacher_token_ids, no "
+        "id twice",
         hint="write both columns from the same answer of the teacher, or drop both",
     ),
     Rule(
@@ -168,12 +169,56 @@ _RULES = (
     ),
     Rule(
         name="picture_spans",
-        meaning=(
-            "each start and length in pictures are 1 or more tokens inside prompt + response, in order, "
-            "without overlap"
-        ),
+        meaning="each start and length in pictures are 1 or more tokens inside prompt + response, in order, "
+        "without overlap",
         hint="correct the spans, or set start and length to null where they are unknown",
     ),
 )
 
 RULES: dict[str, Rule] = {rule.name: rule for rule in _RULES}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ErrorId:
+    """The error classes, cause and fix of an error id.
+
+    Attributes:
+        kinds: Error classes that use this id; several if the class depends on where the cause is.
+        cause: Cause of the error, as one sentence.
+        fix: How to fix the error, as one sentence.
+    """
+
+    kinds: tuple[type[errors.RolloutError], ...]
+    cause: str
+    fix: str
+
+
+@cache
+def error_ids() -> dict[str, ErrorId]:
+    """Return all error ids, ordered by kind and name."""
+    import tomllib
+
+    ids = {
+        rule.name: ErrorId(
+            kinds=(errors.InvariantError,),
+            cause=f"The data breaks an invariant: {rule.meaning}.",
+            fix=f"{rule.hint[0].upper()}{rule.hint[1:]}.",
+        )
+        for rule in sorted(RULES.values(), key=lambda rule: rule.name)
+    }
+    text = Path(__file__).with_name("error_ids.toml").read_text(encoding="utf-8")
+    for names, entries in tomllib.loads(text).items():
+        kinds = tuple(getattr(errors, name) for name in names.split(" or "))
+        ids |= {name: ErrorId(kinds=kinds, **entry) for name, entry in entries.items()}
+    return ids
+
+
+def fix_of(name: str) -> str:
+    """Return the fix of an error id as a hint.
+
+    Example:
+        >>> fix_of("lfs_pointer")
+        'run `git lfs pull`'
+    """
+    fix = error_ids()[name].fix
+    return f"{fix[0].lower()}{fix[1:-1]}"

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 from hypothesis import strategies as st
 
-from schemas.breakers import BREAKERS, Draw, Row, break_types
+from schemas.breakers import BREAKERS, LOGPROBS, Draw, Row, break_types
 from schemas.columns import COLUMNS, PICTURES, SEGMENT_FIELDS, arrow_schema, routing_type
 from schemas.rules import RULES
 from schemas.types import PREFIX_TYPES
@@ -87,10 +87,8 @@ def rollout_tables(
     """
     if optional is None:
         optional = tuple(n for n in OPTIONAL_COLUMNS if draw(st.booleans()))
-    if not errors:
-        optional = tuple(n for n in optional if n != "error")
-    if not pictures:
-        optional = tuple(n for n in optional if n != PICTURES)
+    wanted = {"error": errors, PICTURES: pictures}
+    optional = tuple(n for n in optional if wanted.get(n, True))
     user = user_column and draw(st.booleans())
     count = draw(st.integers(min_trajectories, max_trajectories))
     names = st.tuples(st.sampled_from(["p", "q_1"]), st.integers(0, 9))
@@ -187,20 +185,16 @@ def _step(
 def _per_token(draw: Draw, row: Row, optional: tuple[str, ...], *, failed: bool) -> Row:
     num, columns = len(row["response_ids"]), Row()
     present = [name for name in optional if draw(st.integers(0, 9)) > 0]
-    if "rollout_logprobs" in optional:
-        values = draw(st.lists(_LOGPROBS, min_size=num, max_size=num))
-        columns["rollout_logprobs"] = values if "rollout_logprobs" in present else None
-    if "sampling_support" in optional:
-        present_ids = "sampling_support" in present
-        columns["sampling_support"] = _sets(draw, row["response_ids"]) if present_ids else None
-    if "policy_versions" in optional:
+    for name in LOGPROBS:
+        if name in present:
+            columns[name] = draw(st.lists(_LOGPROBS, min_size=num, max_size=num))
+    if "sampling_support" in present:
+        columns["sampling_support"] = _sets(draw, row["response_ids"])
+    if "policy_versions" in present:
         versions = draw(st.lists(st.integers(0, 3), min_size=num, max_size=num))
-        columns["policy_versions"] = versions if "policy_versions" in present else None
-        if "policy_version" in optional and "policy_versions" in present:
+        columns["policy_versions"] = versions
+        if "policy_version" in optional:
             columns["policy_version"] = min(versions, default=0)
-    if "trainer_logprobs" in optional:
-        values = draw(st.lists(_LOGPROBS, min_size=num, max_size=num))
-        columns["trainer_logprobs"] = values if "trainer_logprobs" in present else None
     both = {"teacher_token_ids", "teacher_logprobs"}
     if both <= set(optional) and draw(st.booleans()):
         columns["teacher_token_ids"] = ids = _sets(draw, row["response_ids"])
@@ -219,10 +213,8 @@ def _per_token(draw: Draw, row: Row, optional: tuple[str, ...], *, failed: bool)
     ):
         columns["rewards"] = draw(st.lists(_HALVES, min_size=num, max_size=num))
         columns["reward"] = sum(columns["rewards"])
-    columns["segments"] = None
     if "segments" in present and num and draw(st.integers(0, 3)) == 0:
         columns["segments"] = _segments(draw, num, row["step_index"])
-    columns["rollout_expert_indices"] = None
     total = num + len(row["prompt_token_ids"])
     if "rollout_expert_indices" in present and total:
         columns["rollout_expert_indices"] = _routes(draw, draw(st.integers(1, total)))

@@ -79,20 +79,20 @@ def check_structure(view: View, runs: Runs, seen: set[str]) -> Iterator[pl.DataF
     yield _misnamed(view)
 
     rows = runs.start[returning & at_zero]
-    finding, expected = ["step 0 again"] * len(rows), "each trajectory once"
-    sentence = "the trajectory id was already used by earlier rows"
-    yield view.breaches("unique_trajectory", rows, "trajectory_id", finding, expected, sentence)
+    name, sentence = "trajectory_id", "the trajectory id was already used by earlier rows"
+    expected = "each trajectory once"
+    yield view.breaches("unique_trajectory", rows, name, "step 0 again", expected, sentence)
 
     rows = runs.start[split]
-    finding = ["a trajectory that continues after rows of a different trajectory"] * len(rows)
+    finding = "a trajectory that continues after rows of a different trajectory"
     expected = "all rows of a trajectory next to each other"
     sentence = "the trajectory continues after rows of a different trajectory"
-    yield view.breaches("contiguous_trajectory", rows, "trajectory_id", finding, expected, sentence)
+    yield view.breaches("contiguous_trajectory", rows, name, finding, expected, sentence)
 
     wanted = np.arange(len(steps)) - runs.start[runs.run]
     rows = np.flatnonzero((steps != wanted) & ~split[runs.run])
-    finding, expected_steps = [str(s) for s in steps[rows]], [str(s) for s in wanted[rows]]
-    yield view.breaches("step_index_sequence", rows, "step_index", finding, expected_steps)
+    indices, expected_indices = (list(values[rows].astype(str)) for values in (steps, wanted))
+    yield view.breaches("step_index_sequence", rows, "step_index", indices, expected_indices)
     yield _boundaries(view, runs)
 
 
@@ -125,8 +125,8 @@ def _boundaries(view: View, runs: Runs) -> pl.DataFrame:
     rule, column = "boundary_alignment", "is_last_step"
     early, late = np.flatnonzero(differs & last), np.flatnonzero(differs & ~last)
     breaches = [
-        view.breaches(rule, early, column, ["true"] * len(early), "false", _EARLY_END),
-        view.breaches(rule, late, column, ["false"] * len(late), "true", UNMARKED_END),
+        view.breaches(rule, early, column, "true", "false", _EARLY_END),
+        view.breaches(rule, late, column, "false", "true", UNMARKED_END),
     ]
     return joined(breaches).sort("row")
 
@@ -143,7 +143,7 @@ def check_outcome(view: View, runs: Runs) -> Iterator[pl.DataFrame]:
     without = ~has_reward[runs.end] | (reward[runs.end] == 0)
     without &= view.is_null("segments")[runs.end]  # a merged row's reward is a sum
     rows = runs.end[inner & without & view.is_null("error")[runs.end]]
-    finding, expected = ["reward on earlier rows only"] * len(rows), "reward on the last row"
+    finding, expected = "reward on earlier rows only", "reward on the last row"
     sentence = "earlier rows of the trajectory have a reward but its last row has none"
     yield view.breaches("outcome_on_last_step", rows, "reward", finding, expected, sentence)
 

@@ -88,18 +88,20 @@ class View:
         rule: str,
         rows: IntArray,
         column: str | None,
-        got: Sequence[str],
+        got: str | Sequence[str],
         expected: str | Sequence[str],
         sentence: str = "{column} is {got}; expected {expected}",
     ) -> pl.DataFrame:
         """Report one breach per row in `rows`, which are indices into this table.
 
-        `sentence` is a format string with the fields `column`, `got` and `expected`.
+        `got` and `expected` are texts for all rows, or one per row; `sentence` is a format string
+        with the fields `column`, `got` and `expected`.
         """
         if not len(rows):
             return _NONE
-        wanted = [expected] * len(rows) if isinstance(expected, str) else list(expected)
-        frame = breach_frame(rule, (rows + self.row_offset).tolist(), column, got, wanted, sentence)
+        got, expected = ([x] * len(rows) if isinstance(x, str) else x for x in (got, expected))
+        place = (rows + self.row_offset).tolist()
+        frame = breach_frame(rule, place, column, got, expected, sentence)
         index = to_arrow(rows)
         if self.has("trajectory_id"):
             ids = self.strings("trajectory_id").take(index).to_pylist()
@@ -127,14 +129,14 @@ def breach_frame(
     """Return breaches of one rule as a frame of `BREACH_SCHEMA` (see `View.breaches`)."""
     return pl.DataFrame(
         {
-            "rule": [rule] * len(rows),
-            "severity": [RULES[rule].severity] * len(rows),
-            "row": list(rows),
-            "trajectory_id": [trajectory_id] * len(rows),
-            "step_index": [None] * len(rows),
-            "column": [column] * len(rows),
-            "got": list(got),
-            "expected": list(expected),
+            "rule": rule,
+            "severity": RULES[rule].severity,
+            "row": rows,
+            "trajectory_id": trajectory_id,
+            "step_index": None,
+            "column": column,
+            "got": got,
+            "expected": expected,
             "message": [
                 sentence.format(column=column, got=value, expected=wanted)
                 for value, wanted in zip(got, expected, strict=True)

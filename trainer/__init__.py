@@ -16,12 +16,11 @@ from rollout_io.startup import require_ours
 require_ours("pipelines")
 
 from schemas.errors import RolloutError  # noqa: E402, F401
-from schemas.extras import requires_extra  # noqa: E402
-from schemas.lazy import exports  # noqa: E402
+from schemas.imports import exports, requires_extra  # noqa: E402
 
 if TYPE_CHECKING:
-    from trainer.algorithms.advantages.token import CriticAdvantages
-    from trainer.algorithms.losses.policy import TokenLoss
+    from trainer.algorithms.advantages import CriticAdvantages
+    from trainer.algorithms.losses import TokenLoss
     from trainer.config.loss_config import LossConfig
     from trainer.config.sections import (
         AdvantageConfig,

@@ -1,4 +1,4 @@
-"""Load batches: one pass over ids and lengths, then the tokens of one batch at a time."""
+"""Load batches: one pass over ids and lengths, then the tokens of one batch, in micro-batches."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ from rollout_io.dataset.versions import row_digest
 from schemas.columns import COLUMN_BY_NAME, PICTURES
 from schemas.ragged import BoolArray, IntArray, Ragged, offsets_of
 from schemas.types import with_absent
-from trainer.batches.chains import Chains, make_chains
-from trainer.batches.forest import MiniBatch
-from trainer.batches.picture_reader import PictureReader
+from trainer.batches.chains import Chains, Origins, make_chains
+from trainer.batches.forest import Forest, MiniBatch, chain_forests, chain_lengths, with_sets
 from trainer.batches.pictures import (
     FACTS,
     BatchPictures,
+    PictureReader,
     picture_facts,
     place_pictures,
+    with_pictures,
 )
 from trainer.batches.plan import Plan
-from trainer.batches.recorded_routes import Routes
 from trainer.batches.sampling_support import SUPPORT, TEACHER, covers_trained_tokens, sets_of
-from trainer.batches.stored_rows import Origins
+from trainer.batches.tree import make_trie, tree_forests
 from trainer.config.sections import BatchConfig
 from trainer.distributed.processes import over_processes
+from trainer.models.router_replay import Routes
 
 OPTIONAL_COLUMNS: dict[str, pl.DataType] = {
     "rollout_logprobs": pl.List(pl.Float32()),
@@ -405,3 +406,39 @@ def _with_optional_columns(rollouts: pl.LazyFrame) -> pl.LazyFrame:
     return rollouts.with_columns(
         pl.lit(None, dtype=kind).alias(name) for name, kind in absent.items()
     )
+
+
+def cut_batch(batch: Batch, config: BatchConfig) -> list[MiniBatch]:
+    """Split a batch into mini-batches, and each into micro-batches of `tokens_per_micro_batch`.
+
+    With the layout `tree`, every row must be a single step.
+    """
+    tokens = batch.prompts, batch.responses
+    routes, budget = batch.routes, config.tokens_per_micro_batch
+    lengths = chain_lengths(*tokens, batch.trains)
+    scope = batch.scope(config)
+    mini_batches = []
+    for number in range(int(batch.mini_batch.max(initial=-1)) + 1):
+        rows = np.flatnonzero(batch.mini_batch == number)
+        if config.sequence_layout == "tree":
+            trie = make_trie(*tokens, lengths, scope, rows, routes)
+            forests = tree_forests(trie, *tokens, batch.trains, budget, routes)
+            forests = completed(forests, batch)
+            num_distinct, num_tokens = trie.num_tokens, sum(forest.num_tokens for forest in forests)
+            repeated_share = num_tokens / max(num_distinct, 1) - bool(forests)
+            mini_batches.append(
+                MiniBatch(
+                    forests=forests,
+                    num_distinct_tokens=num_distinct,
+                    metrics={"repeated_share": repeated_share},
+                )
+            )
+        else:
+            forests = chain_forests(*tokens, batch.trains, rows, budget, routes)
+            mini_batches.append(MiniBatch(forests=completed(forests, batch)))
+    return mini_batches
+
+
+def completed(forests: Sequence[Forest], batch: Batch) -> list[Forest]:
+    """Add the sets of ids of a batch, and its pictures, to micro-batches of its rows."""
+    return with_pictures(with_sets(forests, batch.support), batch.pictures)

@@ -10,7 +10,7 @@
 A rule has the id of its error, an expression that is true where facts break it, and the parts of its
 message. Facts are a table with a column `name`, the place of the error: a row of the dataset from
 `trainer.batch.index_rows`, a model, or the dataset as a whole. `refuse` evaluates rules. Those about
-pictures are in `trainer.run.open_pictures`. The named invariants are not among them:
+pictures are in `trainer.run.check_models`. The named invariants are not among them:
 `rollout_io.validate` refuses what breaks one.
 """
 
@@ -24,9 +24,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import polars as pl
 
 from rollout_io.configuration import out_of_bounds
-from schemas.error_ids import fix_of
 from schemas.errors import ConfigError, InputError, InvariantError, first_of
-from schemas.rules import RULES
+from schemas.rules import RULES, fix_of
 
 if TYPE_CHECKING:
     from trainer.config.train_config import TrainConfig

@@ -17,19 +17,20 @@ import torch
 from torch import Tensor, nn
 
 from schemas.ragged import IntArray
-from trainer.algorithms.losses.correction import correct
-from trainer.algorithms.losses.kl import kl_estimates
+from trainer.algorithms.correction import correct
+from trainer.algorithms.kl import kl_estimates
+from trainer.algorithms.losses import Targets, select
 from trainer.algorithms.own_functions import call
-from trainer.algorithms.targets import Targets, Units, reduction_weights, select
+from trainer.algorithms.reductions import Units, reduction_weights
 from trainer.batch import Batch
 from trainer.batches.forest import Forest
+from trainer.batches.overlap import CopyToCpu, columns_to_device, to_device
 from trainer.batches.sampling_support import teacher_sets
-from trainer.batches.transfer import CopyToCpu, columns_to_device, to_device
 from trainer.config.functions import LOSS_REDUCTION, POLICY_LOSS, Function, bind
 from trainer.config.loss_config import LossConfig
 from trainer.distributed.balance import Watch, local_forests
 from trainer.distributed.processes import of_all_processes, over_processes
-from trainer.run.pass_progress import SELECTION, UNWATCHED, Passes
+from trainer.run.messages import SELECTION, UNWATCHED, Passes
 from trainer.run.run import Run
 
 COLUMNS = ("rollout_logprobs", "advantages", "weights", "old_logprobs", "ref_logprobs", "selected")

@@ -1,12 +1,14 @@
-"""A training run: updates, metrics, checkpoints."""
+"""A training run: updates, metrics, checkpoints, and a stop between two updates on a signal."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,22 +16,19 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from rollout_io.cli.output import REPEATED_S, answers_second_signal
 from trainer.config.train_config import TrainConfig, save_config
 from trainer.distributed.liveness import watched
-from trainer.distributed.processes import lost_processes, on_main
+from trainer.distributed.processes import gather_bytes, handling, lost_processes, on_main
 from trainer.distributed.sharding import whole_weights
 from trainer.run.checkpoint import checkpoint_path, discard_after, save_checkpoint
-from trainer.run.directory import alone_in, stays_in_place, stops_when_full
+from trainer.run.directory import alone_in, publish, published, stays_in_place, stops_when_full
+from trainer.run.messages import UNWATCHED
 from trainer.run.open_run import open_run
-from trainer.run.pass_progress import UNWATCHED
 from trainer.run.resume import SETTINGS, fixed_settings
 from trainer.run.run import Run
-from trainer.run.run_log import RunLog
-from trainer.run.run_store import publish, published
-from trainer.run.samples import samples_of
-from trainer.run.start_records import record_start
+from trainer.run.run_log import RunLog, record_start, samples_of
 from trainer.run.state import Progress, optimizer_tensors, save_state, with_whole_outputs
-from trainer.run.stopping import Stop
 from trainer.run.token_records import discard_token_records, say_size
 from trainer.update import set_rates, updates
 
@@ -200,3 +199,56 @@ def save(run: Run, progress: Progress, log: RunLog | None = None) -> Path:
 
     write_in_main(run.accelerator, run.out, write)
     return checkpoint_path(run.out, progress.global_step)
+
+
+class Stop:
+    """Remembers a request to stop, so that the loop can save a checkpoint first.
+
+    Signals within `REPEATED_S` of the first one repeat it; a later one raises KeyboardInterrupt,
+    unless the command line already ends the process at it. Ignored signals stay ignored, as in
+    background jobs of a shell.
+
+    Args:
+        on_request: Called at the first signal.
+    """
+
+    def __init__(self, on_request: Callable[[], object] = lambda: None) -> None:
+        self._on_request = on_request
+        self._number = 0
+        self._first_s = 0.0
+        self._agreed = 0
+
+    @contextmanager
+    def requested_by_signals(self) -> Iterator[None]:
+        """Handle the signals inside the `with` block; outside the main thread, do nothing."""
+        numbers = [
+            n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) != signal.SIG_IGN
+        ]
+        with handling(self._request, numbers):
+            yield
+
+    def _request(self, number: int, _: object) -> None:
+        if not self._number:
+            self._number, self._first_s = number, time.monotonic()
+            self._on_request()
+        # The command line knows when a signal arrived; this handler may run seconds later.
+        elif not answers_second_signal() and time.monotonic() - self._first_s >= REPEATED_S:
+            raise KeyboardInterrupt
+
+    def is_requested(self, accelerator: Accelerator) -> bool:
+        """True if any process got a signal; all processes must call this together."""
+        # A signal may arrive during the exchange: it counts the next time.
+        self._agreed = max(b"".join(gather_bytes(accelerator, bytes([self._number]))))
+        return self._agreed != 0
+
+    def end(self) -> None:
+        """End the run as the signal that the processes agreed on would have, if there was one.
+
+        Raises:
+            KeyboardInterrupt: The signal was SIGINT.
+            SystemExit: The signal was SIGTERM.
+        """
+        if self._agreed == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self._agreed:
+            raise SystemExit(128 + self._agreed)

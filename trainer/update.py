@@ -29,15 +29,18 @@ import pyarrow as pa
 import torch
 
 from schemas.errors import RolloutError
-from trainer.batch import Batch, groups_with_gradient, read_rows, to_batch, without_sets
+from trainer.batch import Batch, cut_batch, groups_with_gradient, read_rows, to_batch, without_sets
+from trainer.batches.chains import digests_of, find_origins
 from trainer.batches.forest import Forest, chain_lengths
-from trainer.batches.micro_batches import cut_batch
+from trainer.batches.overlap import CopyToCpu, columns_to_device, one_ahead, to_device
 from trainer.batches.plan import split
-from trainer.batches.prefetch import one_ahead
-from trainer.batches.row_shares import gather_places, share_rows, with_repeated_share
-from trainer.batches.stored_rows import digests_of, find_origins
-from trainer.batches.transfer import CopyToCpu, columns_to_device, to_device
-from trainer.distributed.balance import Watch, local_forests
+from trainer.distributed.balance import (
+    Watch,
+    gather_places,
+    local_forests,
+    share_rows,
+    with_repeated_share,
+)
 from trainer.distributed.processes import agreed, local_groups, over_processes
 from trainer.distributed.sharding import without_reduction
 from trainer.loss import (
@@ -51,13 +54,7 @@ from trainer.loss import (
 from trainer.models.critic import clipped_value_loss
 from trainer.models.optimizer import clip_and_step, rate_factor, set_learning_rate
 from trainer.run.batch_advantages import estimate, next_coef, subtract_kl
-from trainer.run.metrics import (
-    batch_metrics,
-    generated_metrics,
-    generated_rows,
-    update_metrics,
-)
-from trainer.run.pass_progress import (
+from trainer.run.messages import (
     CRITIC_TRAINING,
     OLD_LOGPROBS,
     REFERENCE,
@@ -65,6 +62,12 @@ from trainer.run.pass_progress import (
     UNWATCHED,
     VALUES,
     Passes,
+)
+from trainer.run.metrics import (
+    batch_metrics,
+    generated_metrics,
+    generated_rows,
+    update_metrics,
 )
 from trainer.run.run import Run
 from trainer.run.state import START, Position, Progress

@@ -13,7 +13,7 @@ from rollout_io.cli.output import emit, example, next_command, note, redraw, war
 from rollout_io.cli.redact import pattern_option, personal_option
 from rollout_io.terminal import is_quiet
 from schemas.errors import ConfigError, count
-from schemas.extras import requires_extra
+from schemas.imports import requires_extra
 
 if TYPE_CHECKING:
     from pipelines.record.recorder import Recorder

@@ -75,7 +75,7 @@ def view(
 
     keep_pandas_out_of_arrow()
 
-    from schemas.extras import requires_extra
+    from schemas.imports import requires_extra
 
     with requires_extra("view", "rollouts view"):
         from pipelines.view.api import Api

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from schemas.lazy import exports
+from schemas.imports import exports
 
 if TYPE_CHECKING:
     from pipelines.drift_diagnosis.breaks import HINTS

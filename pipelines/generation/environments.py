@@ -26,7 +26,7 @@ from pipelines.generation.user_code import OwnThread, encodable
 from rollout_io.formats.parsing.messages import openai_tools
 from schemas.columns import metrics_dict
 from schemas.errors import ConfigError, InputError, RolloutError
-from schemas.extras import requires_extra
+from schemas.imports import requires_extra
 
 _RULE = "env"
 _CLOSING_S = 30.0

@@ -46,7 +46,7 @@ from rollout_io.dataset.blobs import Blobs
 from rollout_io.formats.base import Step
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.errors import ConfigError, RolloutError
-from schemas.extras import requires_extra
+from schemas.imports import requires_extra
 from schemas.metadata import DatasetMetadata
 
 if TYPE_CHECKING:

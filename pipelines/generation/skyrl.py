@@ -39,8 +39,8 @@ from rollout_io.formats.skyrl_output_columns import table_of, trajectory_identit
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.checker import validate
 from schemas.columns import COLUMN_BY_NAME
-from schemas.error_ids import fix_of
 from schemas.errors import ConfigError, InputError, RolloutError
+from schemas.rules import fix_of
 
 if TYPE_CHECKING:
     from pipelines.harness.launchers import Endpoint

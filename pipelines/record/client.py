@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from schemas.errors import InputError
-from schemas.extras import requires_extra
+from schemas.imports import requires_extra
 
 with requires_extra("record", "a recorder's client"):
     import aiohttp

@@ -31,8 +31,7 @@ from pipelines.record.sessions import Seen, Session
 from pipelines.record.translation import Received, Speaker, engine_error, engine_message, with_type
 from pipelines.record.upstreams import REFUSED_ANSWERS, Answered, Upstreams, passed_on, version_of
 from rollout_io.formats.dialects.responses import ENCRYPTED_THOUGHTS
-from schemas.errors import EngineError, RolloutError
-from schemas.excerpts import cleaned
+from schemas.errors import EngineError, RolloutError, cleaned
 
 ABORTED, BROKEN_OFF = "abort", "error"
 _SSE = "text/event-stream"

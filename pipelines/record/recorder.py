@@ -32,8 +32,7 @@ from pipelines.record.settings import RecordSettings
 from pipelines.record.shards import MOST_A_SHARD, Shards, cut, ended_of, lock_dataset
 from rollout_io.conversion.rewards import parse_outcome
 from rollout_io.dataset.filesystems import replace_text
-from schemas.errors import InputError, RolloutError
-from schemas.excerpts import cleaning
+from schemas.errors import InputError, RolloutError, cleaning
 from schemas.metadata import DatasetMetadata
 
 _LOG = logging.getLogger(__name__)

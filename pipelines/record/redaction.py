@@ -41,8 +41,7 @@ from rollout_io.redaction.redact import Findings
 from rollout_io.redaction.scanner import Rules, Scanned
 from rollout_io.redaction.tables import Redactor
 from rollout_io.retokenize.token_bytes import TokenBytes, load_token_bytes
-from schemas.errors import ConfigError, InputError, RolloutError
-from schemas.excerpts import cleaning
+from schemas.errors import ConfigError, InputError, RolloutError, cleaning
 from schemas.metadata import DatasetMetadata, LogprobsMode
 from schemas.ragged import BoolArray
 

@@ -21,7 +21,7 @@ from pipelines.record.redaction import Redaction
 from pipelines.record.settings import RecordSettings
 from rollout_io.retokenize.tokenizer import load_tokenizer
 from schemas.errors import RolloutError
-from schemas.extras import requires_extra
+from schemas.imports import requires_extra
 from schemas.metadata import DatasetMetadata
 
 with requires_extra("record", "rollouts record"):

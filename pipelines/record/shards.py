@@ -43,8 +43,7 @@ from rollout_io.formats.parsing.records import (
     split_session,
 )
 from schemas.columns import metrics_dict
-from schemas.errors import InputError, RolloutError
-from schemas.excerpts import cleaning
+from schemas.errors import InputError, RolloutError, cleaning
 from schemas.metadata import DatasetMetadata, LogprobsMode
 
 VERB = "record"

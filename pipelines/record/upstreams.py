@@ -24,8 +24,7 @@ from pipelines.generation.engines.http_pool import (
 )
 from pipelines.generation.engines.vllm import Model, Models
 from pipelines.http_server import json_response
-from schemas.errors import EngineError, InputError, count
-from schemas.excerpts import cleaned
+from schemas.errors import EngineError, InputError, cleaned, count
 
 ANSWER_SIZE, ANSWER_ENCODING, REDIRECT = "answer_size", "answer_encoding", "engine_redirect"
 ANSWER_STATUS = "answer_status"

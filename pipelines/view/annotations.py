@@ -24,8 +24,8 @@ from rollout_io.dataset.opening import refuse_irregular
 from rollout_io.dataset.versions import FINDINGS, read_current, version_names
 from schemas.columns import JOINED, Column
 from schemas.errors import InputError, count
-from schemas.forensics import MEANINGS, NO_FAULT, UNDECIDED, UPDATE_SHARE_COLUMNS, VERDICT_COLUMNS
 from schemas.ragged import Ragged
+from schemas.records import MEANINGS, NO_FAULT, UNDECIDED, UPDATE_SHARE_COLUMNS, VERDICT_COLUMNS
 
 if TYPE_CHECKING:
     from pipelines.view.dataset import Dataset

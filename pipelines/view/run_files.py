@@ -18,8 +18,8 @@ from rollout_io.dataset.opening import read_input, refuse_irregular
 from rollout_io.dataset.versions import with_stored_digest
 from rollout_io.formats.parsing.records import natural_key
 from schemas.errors import InputError, count
+from schemas.records import TOKENS, token_record_path, token_record_schema, token_record_steps
 from schemas.run_metrics import LOOP_METRICS, METRICS
-from schemas.token_records import TOKENS, token_record_path, token_record_schema, token_record_steps
 
 KEYS = ("dataset", "instance_id", "trajectory_id", "step_index")
 """Columns that identify the row of a record."""

@@ -18,7 +18,7 @@ from pipelines.view.paths import absolute, short_name
 from pipelines.view.responses import arrow_response
 from pipelines.view.run_files import KEYS, read_tokens
 from schemas.errors import InputError, RolloutError
-from schemas.token_records import token_record_steps
+from schemas.records import token_record_steps
 
 if TYPE_CHECKING:
     from pipelines.view.sources import Sources

@@ -27,8 +27,7 @@ from rollout_io.conversion.opened_logs import AUTO
 from rollout_io.dataset.reader import read_metadata
 from rollout_io.retokenize.local import about_other_tokenizer, is_other_tokenizer
 from schemas.errors import InputError, RolloutError, count
-from schemas.forensics import AUDIT, BLAME
-from schemas.token_records import token_record_steps
+from schemas.records import AUDIT, BLAME, token_record_steps
 
 FIRST_S = 2.0
 """Maximum time to wait for the first trajectory of logs before the page is served."""

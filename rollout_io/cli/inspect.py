@@ -22,7 +22,7 @@ from rollout_io.cli.output import (
     warn,
 )
 from schemas.errors import ConfigError, InputError, RolloutError, count
-from schemas.extras import requires_extra
+from schemas.imports import requires_extra
 
 if TYPE_CHECKING:
     import polars as pl

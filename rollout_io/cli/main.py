@@ -31,7 +31,7 @@ from rollout_io.plugins import Plugin, plugins
 from rollout_io.startup import HiddenPackageError, keep_torch_out_of_transformers, require_ours
 from rollout_io.terminal import silence
 from schemas.errors import InputError, RolloutError
-from schemas.extras import explained
+from schemas.imports import explained
 
 GROUP = "rollout_io.verbs"
 SECTIONS = {

@@ -27,8 +27,7 @@ from rollout_io.formats.parsing.tokens import parse_ids, token_ids
 from rollout_io.formats.parsing.witnesses import holds, missing_word
 from rollout_io.retokenize.local import tokenizer_directory
 from rollout_io.retokenize.tokenizer import PICTURE, picture_mark
-from schemas.errors import ConfigError, InputError, InvariantError, RolloutError
-from schemas.excerpts import quoted
+from schemas.errors import ConfigError, InputError, InvariantError, RolloutError, quoted
 from schemas.messages import RETOKENIZED, SAID, is_answer, marked, media_in
 from schemas.metadata import DatasetMetadata
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from rollout_io.dataset.opening import OPENED, digest_of
 from rollout_io.dataset.sources import State, state_of
 from schemas.errors import ConfigError, InputError, RolloutError
-from schemas.extras import requires_extra
+from schemas.imports import requires_extra
 
 if TYPE_CHECKING:
     from rollout_io.dataset.worker_processes import Pool

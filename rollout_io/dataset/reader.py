@@ -25,7 +25,7 @@ from rollout_io.dataset.shard_files import (
 from rollout_io.dataset.storage import Location, Paths, find_datasets, find_shards, joined
 from schemas.checker import DECODE_COLUMNS, check_references, misnamed_columns, raise_errors
 from schemas.errors import ConfigError, InputError, InvariantError
-from schemas.extras import requires_extra
+from schemas.imports import requires_extra
 from schemas.metadata import DatasetMetadata, Layout, layout_of
 from schemas.numpy_arrays import empty_table, to_arrow
 from schemas.ragged import IntArray, offsets_of

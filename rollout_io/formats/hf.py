@@ -31,7 +31,7 @@ from rollout_io.formats.exporting import (
 )
 from schemas.columns import COLUMN_BY_NAME
 from schemas.errors import count
-from schemas.extras import requires_extra
+from schemas.imports import requires_extra
 from schemas.metadata import DatasetMetadata
 from schemas.rules import RULES
 

@@ -39,8 +39,7 @@ from rollout_io.formats.parsing.jsonl import (
 from rollout_io.formats.parsing.messages import prompt_key
 from rollout_io.formats.parsing.records import ModelNames, Record, full_name, label, natural_key
 from rollout_io.formats.unrecognized import paths_of
-from schemas.errors import ConfigError, InputError, RolloutError
-from schemas.excerpts import cleaned
+from schemas.errors import ConfigError, InputError, RolloutError, cleaned
 
 FIELDS = (
     *("session", "attempt", "request", "response", "reward"),

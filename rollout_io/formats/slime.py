@@ -65,7 +65,7 @@ from rollout_io.formats.start import Start
 from rollout_io.formats.verifiers_traces import runs
 from schemas.columns import COLUMN_BY_NAME
 from schemas.errors import InputError, InvariantError, RolloutError, count
-from schemas.extras import requires_extra
+from schemas.imports import requires_extra
 from schemas.rules import RULES
 
 _ALONE = "inferred: a run whose samples do not name a group is a separate group"

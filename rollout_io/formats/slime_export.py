@@ -29,7 +29,7 @@ from rollout_io.formats.exporting import (
 )
 from schemas.columns import metrics_dict
 from schemas.errors import InputError, count
-from schemas.extras import requires_extra
+from schemas.imports import requires_extra
 from schemas.messages import sent_messages
 
 ROUTES, SUPPORT = "rollout_expert_indices", "sampling_support"

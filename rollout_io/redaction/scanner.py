@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from rollout_io.redaction.credentials import credentials
 from rollout_io.redaction.literals import readable
 from schemas.errors import ConfigError, MissingExtra
-from schemas.extras import requires_extra
+from schemas.imports import requires_extra
 
 PERSONAL = ("CreditCard", "Crypto", "Iban", "Phone", "UsSsn")
 """Presidio's recognizers that need neither a language model nor a network."""

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from schemas.lazy import exports
+from schemas.imports import exports
 
 if TYPE_CHECKING:
     from rollout_io.retokenize.encoding import encode_messages

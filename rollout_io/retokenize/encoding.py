@@ -31,7 +31,7 @@ import numpy.typing as npt
 from rollout_io.retokenize.chat_template import normalize
 from rollout_io.retokenize.tokenizer import ChatTokenizer, Message, Tools
 from schemas.errors import InputError
-from schemas.extras import requires_extra
+from schemas.imports import requires_extra
 
 BASE: tuple[Message, ...] = (
     {"role": "system", "content": "You are a helpful assistant."},

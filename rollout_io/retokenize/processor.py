@@ -21,7 +21,7 @@ import numpy.typing as npt
 from rollout_io.dataset.opening import refuse_irregular
 from rollout_io.startup import importing_transformers
 from schemas.errors import InputError, count
-from schemas.extras import requires_extra
+from schemas.imports import requires_extra
 
 Tokens = npt.NDArray[np.int32]
 

@@ -15,7 +15,7 @@ import pyarrow as pa
 from rollout_io.dataset.opening import read_input
 from rollout_io.retokenize.local import tokenizer_file
 from schemas.errors import InputError
-from schemas.extras import requires_extra
+from schemas.imports import requires_extra
 from schemas.ragged import gather, offsets_of
 
 _HEX = re.compile(r"<0x([0-9A-Fa-f]{2})>")

@@ -19,7 +19,7 @@ from rollout_io.retokenize.local import tokenizer_directory, vocabulary_fingerpr
 from rollout_io.retokenize.processor import PictureProcessor, load_processor
 from rollout_io.startup import importing_transformers
 from schemas.errors import InputError, RolloutError
-from schemas.extras import requires_extra
+from schemas.imports import requires_extra
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]

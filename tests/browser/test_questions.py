@@ -9,7 +9,7 @@ import pytest
 from pipelines.rewards import trajectory_returns
 from rollout_io import scan
 from rollout_io.dataset.versions import with_stored_digest
-from schemas.token_records import token_record_path, token_record_schema
+from schemas.records import token_record_path, token_record_schema
 from tests.browser.conftest import tab_at, viewer
 
 UPDATES = {2: ["shop-7", "shop-4"], 5: ["shop-7"], 6: ["shop-4"]}

@@ -25,7 +25,7 @@ from tests.conftest import ROOT
 from tests.helpers.adapter_helpers import read_all, write_lines
 from tests.helpers.configs import train_config
 from tests.helpers.losses_helpers import policy_loss
-from trainer.algorithms.targets import Targets
+from trainer.algorithms.losses import Targets
 from trainer.config.functions import POLICY_LOSS, bind
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")

@@ -17,7 +17,7 @@ from tests.helpers.gpu_claims import (
     graphs_over_shapes,
     sets_difference,
 )
-from trainer.models import flex_tree, varlen
+from trainer.models import tree_attention, varlen
 from trainer.models.varlen import packed_attention
 
 pytestmark = [
@@ -52,8 +52,8 @@ def test_trees_in_bfloat16_are_as_exact_as_padded_rows(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
-    compiled = flex_tree.compiled
-    monkeypatch.setattr(flex_tree, "compiled", lambda: calls.append(1) or compiled())
+    compiled = tree_attention.compiled
+    monkeypatch.setattr(tree_attention, "compiled", lambda: calls.append(1) or compiled())
     num_forests = check_bfloat16("cuda", Size(), window, "tree")
     assert len(calls) == Size().num_layers * num_forests
 

@@ -24,9 +24,8 @@ from tests.helpers.trainer_helpers import (
     relative_difference,
 )
 from tests.trainer.models.test_tree_attention import forking_rows, only_forest
-from trainer.models.attention import CHAIN_ATTENTION, ForestMask, mask_of_layers
+from trainer.models.attention import CHAIN_ATTENTION, ForestMask, fix_frequencies, mask_of_layers
 from trainer.models.policy import Policy, load_policy
-from trainer.models.rotary import fix_frequencies
 
 WINDOW = 5
 

@@ -12,7 +12,7 @@ import torch
 
 from pipelines.generation.engines.base import Sampling
 from tests.helpers.trainer_helpers import VOCAB, step, tiny_llama
-from trainer.engine.token_sampling import sampled_distribution
+from trainer.engine.batching import sampled_distribution
 
 TYPICAL = 0.05
 """Standard deviation of the errors of logits in these rows: about that of bfloat16."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.forensics.blame.blame import Blame, blame
+from trainer.forensics.blame import Blame, blame
 
 
 def recorded_norm(run: Path, update: int) -> float:

@@ -8,10 +8,14 @@ from hypothesis import strategies as st
 
 from tests.conftest import ROOT
 from tests.helpers.trainer_helpers import one_group
-from trainer.algorithms.losses.covariance import clip_cov_selection, covariances, kl_cov_selection
-from trainer.algorithms.losses.policy import regular
+from trainer.algorithms.losses import (
+    Targets,
+    clip_cov_selection,
+    covariances,
+    kl_cov_selection,
+    regular,
+)
 from trainer.algorithms.own_functions import call
-from trainer.algorithms.targets import Targets
 
 REFERENCE = json.loads((ROOT / "tests" / "data" / "reference_losses.json").read_text())
 SETTINGS = {

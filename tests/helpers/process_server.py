@@ -25,8 +25,8 @@ import trainer.distributed.launch
 import trainer.distributed.sharding
 import trainer.engine.embedded
 import trainer.rl.loop
-import trainer.run.load_models
-import trainer.run.same_tokenizer
+import trainer.run.check_models
+import trainer.run.open_run
 from rollout_io.cli.main import run as run_command
 from rollout_io.cli.output import shown_log
 from rollout_io.retokenize.tokenizer import load_tokenizer
@@ -152,9 +152,9 @@ class AdapterEngine(trainer.engine.embedded.TransformersEngine):
 
 def work(job):
     if job.get("sharded") == "directly":
-        trainer.run.load_models.wrap = shard
+        trainer.run.open_run.wrap = shard
     if job.get("sharded") == "by Accelerate":
-        trainer.distributed.launch.Accelerator, trainer.run.load_models.wrap = fsdp2, prepared
+        trainer.distributed.launch.Accelerator, trainer.run.open_run.wrap = fsdp2, prepared
     if "command" in job:
         sys.exit(run_command(job["command"]))
     if "file" in job:
@@ -200,7 +200,7 @@ def start(job, rank, port):
 def load_tokenizer_once(model):
     """Loading SmolLM2's tokenizer takes longer than most runs."""
     loaded = load_tokenizer(model)
-    for module in (trainer.rl.loop, trainer.engine.embedded, trainer.run.same_tokenizer):
+    for module in (trainer.rl.loop, trainer.engine.embedded, trainer.run.check_models):
         module.load_tokenizer = lambda *_, **__: loaded  # type: ignore[attr-defined]
 
 

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 import trainer
 from tests.helpers.configs import train_config
-from trainer.forensics.replay.compare import TIMES
-from trainer.forensics.replay.reconstruct import Reconstruction, reconstruct
+from trainer.forensics.reconstruct import Reconstruction, reconstruct
+from trainer.forensics.replay_comparison import TIMES
 from trainer.update import make_update
 
 SETTINGS: dict[str, Any] = {

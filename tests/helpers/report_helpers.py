@@ -14,7 +14,7 @@ from rollout_io import RolloutWriter
 from rollout_io.dataset.versions import with_stored_digest
 from schemas.metadata import DatasetMetadata
 from schemas.ragged import Ragged, offsets_of
-from schemas.token_records import token_record_path, token_record_schema
+from schemas.records import token_record_path, token_record_schema
 from tests.conftest import ROOT
 
 GROUP_SIZE, NUM_TOKENS, NUM_PROMPT = 8, 2000, 400

@@ -14,7 +14,7 @@ from schemas.columns import arrow_schema, routing_type
 from schemas.metadata import DatasetMetadata
 from schemas.ragged import Ragged, offsets_of
 from tests.helpers.trainer_helpers import VOCAB
-from trainer.batches.recorded_routes import Routes
+from trainer.models.router_replay import Routes
 
 ROUTING = "rollout_expert_indices"
 NUM_LAYERS, NUM_EXPERTS, TOPK = 3, 8, 2

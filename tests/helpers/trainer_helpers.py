@@ -17,8 +17,7 @@ import rollout_io
 from schemas.metadata import DatasetMetadata
 from tests.helpers.configs import train_config
 from trainer.batch import read_rows, to_batch
-from trainer.batches.forest import MiniBatch
-from trainer.batches.packing import chain_forests
+from trainer.batches.forest import MiniBatch, chain_forests
 from trainer.models.policy import Policy
 from trainer.run.run import Run
 from trainer.run.state import START

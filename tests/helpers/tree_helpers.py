@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from schemas.ragged import Ragged
 from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import make_batch, run_of, update_with
-from trainer.batches.micro_batches import cut_batch
+from trainer.batch import cut_batch
 from trainer.batches.plan import make_plan
 from trainer.batches.tree import make_trie
 

@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from rollout_io.dataset.blobs import Blobs, stores_of
 from tests.helpers.trainer_helpers import step, write_dataset
-from trainer.batches.picture_reader import PictureReader
+from trainer.batches.pictures import PictureReader
 from trainer.models.pictures import num_features
 
 VOCAB, SHOWS, BEGIN, END, SEPARATOR = 64, 60, 62, 63, 50

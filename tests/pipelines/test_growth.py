@@ -16,8 +16,7 @@ from rollout_io.cli.main import run
 from schemas import check
 from schemas.columns import arrow_schema
 from schemas.ragged import Ragged, offsets_of
-from trainer.batches.forest import chain_lengths
-from trainer.batches.packing import chain_forests
+from trainer.batches.forest import chain_forests, chain_lengths
 from trainer.batches.tree import make_trie, tree_forests
 
 pytestmark = pytest.mark.nightly

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from schemas import RULES
-from schemas.error_ids import error_ids
+from schemas.rules import error_ids
 from tests.conftest import ROOT
 from tests.helpers.error_sites import error_sites
 

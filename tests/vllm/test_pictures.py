@@ -15,7 +15,7 @@ import rollout_io
 from examples import screens
 from rollout_io.cli.main import run
 from rollout_io.retokenize import load_tokenizer
-from schemas.token_records import token_record_path
+from schemas.records import token_record_path
 from tests.conftest import ROOT
 from tests.helpers.picture_models import png
 from tests.helpers.recorder_helpers import recording

@@ -7,16 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from schemas.errors import InputError
-from trainer.algorithms.advantages.token import CriticAdvantages
-from trainer.algorithms.losses.policy import TokenLoss
+from schemas.ragged import FloatArray
+from trainer.algorithms.advantages import CriticAdvantages
+from trainer.algorithms.losses import TokenLoss
 from trainer.config.functions import LOSS_REDUCTION, POLICY_LOSS, Function
-
-FloatArray = npt.NDArray[np.float64]
 
 
 def call(function: Function, **inputs: Any) -> Any:

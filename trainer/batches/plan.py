@@ -13,8 +13,8 @@ import polars.selectors as cs
 from pipelines.rewards import are_equal, fold_trajectories, trajectory_returns, with_version
 from rollout_io.dataset.trajectory_facts import metric_of
 from rollout_io.dataset.versions import is_version
-from schemas.error_ids import fix_of
 from schemas.errors import InputError, InvariantError, first_of
+from schemas.rules import fix_of
 from trainer.algorithms.own_functions import call
 from trainer.config.functions import ADVANTAGE_ESTIMATOR, Function, bind
 from trainer.config.sections import BatchConfig

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from schemas.ragged import BoolArray, IntArray, Ragged, gather, list_lengths, offsets_of
-from trainer.batches.transfer import to_device
+from trainer.batches.overlap import to_device
 
 SUPPORT = "sampling_support"
 TEACHER = ("teacher_token_ids", "teacher_logprobs")

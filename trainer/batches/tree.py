@@ -19,9 +19,8 @@ import numpy as np
 
 from rollout_io.dataset.prefix_layout import Tokens, common_prefix
 from schemas.ragged import BoolArray, IntArray, Ragged, ranges
-from trainer.batches.forest import Forest, forest_of
-from trainer.batches.packing import pack
-from trainer.batches.recorded_routes import Routes
+from trainer.batches.forest import Forest, forest_of, pack
+from trainer.models.router_replay import Routes
 
 TOKEN_BITS = 32
 

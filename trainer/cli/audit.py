@@ -67,11 +67,11 @@ def audit(
     from rollout_io.dataset.reader import read_metadata
     from rollout_io.retokenize.tokenizer import load_tokenizer
     from rollout_io.terminal import Bar
-    from schemas.extras import requires_extra
+    from schemas.imports import requires_extra
 
     with requires_extra("train", "rollouts audit"):
         from trainer.forensics.audit.audit import run_audit
-        from trainer.forensics.audit.prompts import PromptVariants
+        from trainer.forensics.audit.explanations import PromptVariants
         from trainer.forensics.audit.report import screen, summary
         from trainer.forensics.audit.rows import read_audit_rows
         from trainer.forensics.audit.weights import (

@@ -62,15 +62,15 @@ def blame(
 
     if out is not None:
         check_table_out(out)
-    from schemas.extras import requires_extra
+    from schemas.imports import requires_extra
 
     sys.path.append(str(Path.cwd()))  # for user functions; last, so that it shadows no module
     with requires_extra("train", "rollouts blame"):
-        from trainer.forensics.blame import blame as attribution
-        from trainer.forensics.blame.report import replay_without, screen, summary
+        from trainer.forensics.blame import blame as attribute
+        from trainer.forensics.blame import replay_without, screen, summary
     with shown_log():
         places = _places(settings)
-        result = attribution.blame(run, update, places=places)
+        result = attribute(run, update, places=places)
     if out is not None:
         write_table(result.shares, out)
         note(f"{count(len(result.shares), 'row')} -> {out}")
@@ -81,8 +81,8 @@ def blame(
 
 
 def _places(settings: tuple[str, ...]) -> dict[str, str]:
-    from trainer.forensics.replay.changes import split_settings
-    from trainer.forensics.replay.reconstruct import PLACES
+    from trainer.forensics.reconstruct import PLACES
+    from trainer.forensics.replay_changes import split_settings
 
     places, others = split_settings(settings)
     if others:

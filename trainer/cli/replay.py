@@ -15,7 +15,7 @@ from schemas.errors import count
 from trainer.cli.options import update_option
 
 if TYPE_CHECKING:
-    from trainer.forensics.replay.replay import Replay
+    from trainer.forensics.replay import Replay
 
 EXAMPLES = example(
     "rollouts replay run/ --update 12"
@@ -62,11 +62,11 @@ def replay(
     is removed from the loss and its denominators; the advantages of other rows do not change
     (docs/audit.md). RUN is only read, and may still be training.
     """
-    from schemas.extras import requires_extra
+    from schemas.imports import requires_extra
 
     sys.path.append(str(Path.cwd()))  # for user functions; last, so that it shadows no module
     with requires_extra("train", "rollouts replay"):
-        from trainer.forensics.replay.replay import replay as make_again
+        from trainer.forensics.replay import replay as make_again
     with shown_log():
         result = make_again(run, update, settings=settings, without=rows, out=out)
     emit_json(as_json_value(result)) if as_json else emit(screen(result))

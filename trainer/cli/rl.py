@@ -15,12 +15,14 @@ from schemas.errors import count
 from trainer.cli.options import (
     algorithm_option,
     config_from_main,
+    errors_printed_once,
+    in_processes,
+    num_processes_option,
     require,
     resume_command,
     resume_option,
     suggest_next_steps,
 )
-from trainer.cli.processes import errors_printed_once, in_processes, num_processes_option
 
 if TYPE_CHECKING:
     from trainer.rl.loop import RlResult

@@ -34,8 +34,8 @@ class Kind:
         needs_one_of: Inputs of which a function must take at least one.
         exactly_one: Whether the function must take exactly one of these inputs.
         module: Module of the built-in functions.
-        built_in: Path under `module` and inputs of each built-in function. The inputs are repeated
-            here so that the configuration can be checked without importing torch.
+        built_in: Inputs of each built-in function. They are repeated here so that the configuration
+            can be checked without importing torch.
     """
 
     section: str
@@ -45,7 +45,7 @@ class Kind:
     needs_one_of: tuple[str, ...]
     exactly_one: bool = False
     module: str
-    built_in: Mapping[str, tuple[str, str]]
+    built_in: Mapping[str, str]
 
     @property
     def path(self) -> str:
@@ -62,18 +62,18 @@ POLICY_LOSS = Kind(
     needs_one_of=("logprobs",),
     module="trainer.algorithms.losses",
     built_in={
-        "regular": ("policy:regular", _RATIO),
-        "dual_clip": ("policy:dual_clip", _RATIO),
-        "gspo": ("policy:gspo", f"{_RATIO} row"),
-        "cispo": ("policy:cispo", f"{_RATIO} rollout_logprobs"),
-        "sapo": ("policy:sapo", _RATIO),
-        "rollout_is": ("policy:rollout_is", "logprobs rollout_logprobs advantages"),
-        "dppo": ("policy:dppo", "logprobs rollout_logprobs advantages"),
-        "clip_cov": ("covariance:clip_cov", f"{_RATIO} selected"),
-        "kl_cov": ("covariance:kl_cov", f"{_RATIO} selected"),
-        "importance_sampling": ("policy:importance_sampling", _RATIO),
-        "cross_entropy": ("policy:cross_entropy", "logprobs"),
-        "distill": ("policy:distill", "logprobs divergence"),
+        "regular": _RATIO,
+        "dual_clip": _RATIO,
+        "gspo": f"{_RATIO} row",
+        "cispo": f"{_RATIO} rollout_logprobs",
+        "sapo": _RATIO,
+        "rollout_is": "logprobs rollout_logprobs advantages",
+        "dppo": "logprobs rollout_logprobs advantages",
+        "clip_cov": f"{_RATIO} selected",
+        "kl_cov": f"{_RATIO} selected",
+        "importance_sampling": _RATIO,
+        "cross_entropy": "logprobs",
+        "distill": "logprobs divergence",
     },
 )
 ADVANTAGE_ESTIMATOR = Kind(
@@ -85,12 +85,12 @@ ADVANTAGE_ESTIMATOR = Kind(
     exactly_one=True,
     module="trainer.algorithms.advantages",
     built_in={
-        "grpo": ("outcome:grpo", "returns group_index"),
-        "rloo": ("outcome:rloo", "returns group_index"),
-        "maxrl": ("outcome:maxrl", "returns group_index"),
-        "gdpo": ("outcome:gdpo", "separate_rewards group_index"),
-        "reinforce++": ("token:reinforce_plus_plus", "rewards trajectory"),
-        "gae": ("token:whitened_gae", "rewards values trajectory"),
+        "grpo": "returns group_index",
+        "rloo": "returns group_index",
+        "maxrl": "returns group_index",
+        "gdpo": "separate_rewards group_index",
+        "reinforce++": "rewards trajectory",
+        "gae": "rewards values trajectory",
     },
 )
 LOSS_REDUCTION = Kind(
@@ -102,16 +102,18 @@ LOSS_REDUCTION = Kind(
         *("group", "num_groups", "micro_batch", "num_micro_batches"),
     ),
     needs_one_of=("num_targets", "row", "trajectory", "group", "micro_batch"),
-    module="trainer.algorithms.losses",
+    module="trainer.algorithms.reductions",
     built_in={
-        "token_mean": ("reductions:token_mean", "num_targets"),
-        "sequence_mean": ("reductions:sequence_mean", "row num_rows"),
-        "seq_mean_token_sum_norm": ("reductions:seq_mean_token_sum_norm", "row num_rows"),
-        "prompt_mean": ("reductions:prompt_mean", "group num_groups"),
-        "trajectory_mean": ("reductions:trajectory_mean", "trajectory num_trajectories"),
-        "token_mean_legacy": ("reductions:token_mean_legacy", "micro_batch num_micro_batches"),
+        "token_mean": "num_targets",
+        "sequence_mean": "row num_rows",
+        "seq_mean_token_sum_norm": "row num_rows",
+        "prompt_mean": "group num_groups",
+        "trajectory_mean": "trajectory num_trajectories",
+        "token_mean_legacy": "micro_batch num_micro_batches",
     },
 )
+PYTHON_NAMES = {"reinforce++": "reinforce_plus_plus", "gae": "whitened_gae"}
+"""Python names of built-in functions that have other names in the configuration."""
 KINDS = (POLICY_LOSS, ADVANTAGE_ESTIMATOR, LOSS_REDUCTION)
 
 
@@ -179,7 +181,7 @@ def inputs_of(kind: Kind, name: str) -> frozenset[str]:
         RolloutError: See `find`.
     """
     if name in kind.built_in:
-        return frozenset(kind.built_in[name][1].split())
+        return frozenset(kind.built_in[name].split())
     return find(kind, name).inputs
 
 
@@ -198,14 +200,14 @@ def find(kind: Kind, name: str) -> Function:
         raise ConfigError("config_value", kind.path, name, expected, _near(name, kind.built_in))
     from pipelines.generation.environments import resolve
 
-    path = name if is_own else f"{kind.module}.{kind.built_in[name][0]}"
+    path = name if is_own else f"{kind.module}:{PYTHON_NAMES.get(name, name)}"
     call = resolve(path, kind.rule_id)
     try:
         parameters = inspect.signature(call).parameters
     except (ValueError, TypeError) as error:
         finding = f"its signature cannot be read: {error}"
         raise InputError(kind.rule_id, name, finding) from None
-    inputs = kind.inputs if is_own else kind.built_in[name][1].split()
+    inputs = kind.inputs if is_own else kind.built_in[name].split()
     variadic = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
     function = Function(
         kind=kind,

@@ -1,11 +1,16 @@
-"""Configuration of a training run: read from TOML, overridden by `key=value`, and checked."""
+"""Configuration of a training run: read from TOML, overridden by `key=value`, checked and shown."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import json
+import textwrap
+import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -13,7 +18,6 @@ from rollout_io.configuration import check_required, load_record, read_values
 from rollout_io.dataset.filesystems import replace_text
 from trainer.checks import check_settings
 from trainer.config.functions import ADVANTAGE_ESTIMATOR, KINDS, Function, bind, own_parameters
-from trainer.config.learning_rate import Method, usual_learning_rate
 from trainer.config.loss_config import LossConfig
 from trainer.config.sections import (
     AdvantageConfig,
@@ -24,6 +28,7 @@ from trainer.config.sections import (
     RunConfig,
 )
 
+RL, IMITATION, LORA_FACTOR = 1e-6, 2e-5, 10
 REQUIRED = {"data.dataset": "a path", "model.path": "a directory", "run.out": "a directory"}
 LIST_EXAMPLES = {
     "optimizer.betas": "[0.9, 0.999]",
@@ -80,13 +85,18 @@ class Sections:
     def learning_rate(self) -> float:
         """Peak learning rate of the policy."""
         rate = self.optimizer.learning_rate
-        return usual_learning_rate(**self.method) if rate is None else rate
+        return self.usual_learning_rate if rate is None else rate
 
     @property
-    def method(self) -> Method:
-        """What the usual learning rate depends on."""
-        has_adapter = self.model.lora_rank is not None
-        return {"imitates": self.loss.is_supervised, "has_adapter": has_adapter}
+    def usual_learning_rate(self) -> float:
+        """Usual peak learning rate of the method, which depends on the loss and on LoRA.
+
+        Sources: the defaults of TRL's GRPOTrainer (1e-6) and SFTTrainer (2e-5), documented at
+        huggingface.co/docs/trl; ten times the rate with LoRA, for supervised training and RL alike:
+        Schulman et al. (2025), "LoRA Without Regret".
+        """
+        rate = IMITATION if self.loss.is_supervised else RL
+        return rate if self.model.lora_rank is None else float(f"{rate * LORA_FACTOR:g}")
 
     @property
     def compares_groups(self) -> bool:
@@ -282,3 +292,47 @@ def _toml_value(value: Any) -> str:
 def _toml_text(text: str) -> str:
     """Quote text for TOML, which has no surrogate pairs and, unlike JSON, escapes DEL."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+COMMON = (
+    *("data.dataset", "model.path", "run.out", "optimizer.learning_rate"),
+    *("batch.groups_per_batch", "batch.groups_per_mini_batch", "batch.num_epochs"),
+    *("batch.max_updates", "batch.tokens_per_micro_batch", "advantage.estimator"),
+    *("loss.policy_loss_type", "model.lora_rank", "run.save_every_updates"),
+)
+"""Keys that people set most, in this order."""
+
+
+def shown(config: Sections) -> str:
+    """Return a configuration as TOML; each key is followed by the first sentence of its meaning.
+
+    Sections and keys in `COMMON` come first.
+    """
+    values = dataclasses.asdict(config)
+    types = typing.get_type_hints(type(config))
+    rank = {key: number for number, key in enumerate(COMMON)}
+    firsts = dict.fromkeys(key.partition(".")[0] for key in COMMON)
+    ordered = {
+        section: dict(
+            sorted(
+                values[section].items(), key=lambda kv: rank.get(f"{section}.{kv[0]}", len(rank))
+            )
+        )
+        for section in [*firsts, *(values.keys() - firsts.keys())]
+    }
+    notes = {f"{s}.{key}": text for s in ordered for key, text in meanings(types[s]).items()}
+    return to_toml(ordered, notes)
+
+
+def meanings(kind: type[Any]) -> dict[str, str]:
+    """Return the first sentence of the docstring below each field of a class."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    texts = {}
+    for node, doc in pairwise(body.body):
+        if isinstance(node, ast.AnnAssign) and isinstance(doc, ast.Expr):
+            text = " ".join(str(ast.literal_eval(doc.value)).split())
+            required = "Required. " if text.startswith("Required. ") else ""
+            sentence = text.removeprefix("Required. ").partition(". ")[0]
+            texts[ast.unparse(node.target)] = f"{required}{sentence.removesuffix('.')}."
+    return texts

@@ -1,11 +1,14 @@
-"""Set up the launched processes, their devices, and the placement of parameters."""
+"""Set up the launched processes and their devices, and compare what each of them has."""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
+import hashlib
+import inspect
 import os
 import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,14 +25,16 @@ import rollout_io
 from rollout_io.configuration import flat
 from rollout_io.retokenize.tokenizer import load_tokenizer
 from schemas.errors import ConfigError
-from trainer.config.train_config import PATHS, TrainConfig, default_dtype
+from trainer.config.train_config import PATHS, TrainConfig, default_dtype, uses
 from trainer.distributed.meeting import (
     ARRIVAL,
     join_group,
+    machines,
     refuse_strangers,
     source_digest,
     together,
 )
+from trainer.distributed.processes import is_first_here
 from trainer.distributed.sharding import is_on
 
 
@@ -139,3 +144,42 @@ def _check_launch(optimizer: str) -> None:
         raise ConfigError("launch", "optimizer.algorithm", finding, expected, hint)
     # Every process loads the model, which is checked before anything is sharded.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+
+
+def model_digests(config: TrainConfig) -> dict[str, Any]:
+    """Hash the models' directories and the files of the user's functions, by key of the configuration.
+
+    Empty on a single machine, and in all but one process of each machine, because it reads all
+    weights (about 1 s per GB).
+    """
+    if len(set(machines())) == 1 or not is_first_here():
+        return {}
+    models = {
+        "model.path": config.model.path,
+        "model.critic_model": config.model.critic_model,
+        "loss.reference_model": config.loss.reference_model,
+    }
+    functions = {
+        key: inspect.getfile(inspect.unwrap(one.function))
+        for key, one in uses(config).items()
+        if one.location
+    }
+    digests = dict[str, Any]()
+    for key, path in (models | functions).items():
+        if path:
+            files = _files(Path(path))
+            digests |= {f"{key}: {name}": _digest(file) for name, file in files.items()}
+            digests[f"{key}: number of files"] = len(files)
+    return digests
+
+
+def _files(path: Path) -> dict[str, Path]:
+    if not path.is_dir():
+        return {path.name: path}
+    files = {str(file.relative_to(path)): file for file in sorted(path.rglob("*"))}
+    return {name: file for name, file in files.items() if file.is_file() and name[0] != "."}
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]

@@ -13,14 +13,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
 from pipelines.generation.processes import Watch, signal_group
 from schemas.errors import InputError
-from trainer.distributed.processes import STARTER, STORE
+from trainer.distributed.processes import STARTER, STORE, handling
 
 LOST = 3
 """Exit status of a process that ends because another one has ended."""
@@ -56,7 +55,8 @@ def start_processes(num_processes: int, arguments: Sequence[str], hint: str) -> 
     with (
         Watch(tempfile.mkdtemp(prefix="rollouts-")) as watch,
         _Processes(num_processes, arguments, watch) as processes,
-        _passed_on(processes),
+        # The main process responds to them.
+        handling(lambda number, _: processes.pass_on(number), (signal.SIGINT, signal.SIGTERM)),
     ):
         processes.wait()
     return processes.status(hint)
@@ -160,15 +160,3 @@ class _Processes:
         if process.poll() is None:
             self._killed.add(rank)
             signal_group(process.pid, signal.SIGKILL)
-
-
-@contextmanager
-def _passed_on(processes: _Processes) -> Iterator[None]:
-    """Pass SIGINT and SIGTERM on to the main process, which responds to them."""
-    numbers = signal.SIGINT, signal.SIGTERM
-    before = [signal.signal(n, lambda number, _: processes.pass_on(number)) for n in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pipelines.generation.config import GenerateConfig
 from pipelines.generation.engines.base import Engine
-from schemas.extras import requires_extra
+from schemas.imports import requires_extra
 
 
 def open_engine(config: GenerateConfig) -> Engine:
@@ -59,8 +59,7 @@ def _inner_special_tokens(model: str) -> frozenset[str]:
 def _colocated(config: GenerateConfig) -> Engine:
     from rollout_io.retokenize.tokenizer import load_tokenizer
     from trainer.config.train_config import default_dtype
-    from trainer.engine.colocated import ColocatedVllm
-    from trainer.engine.vllm_part import check_arguments
+    from trainer.engine.colocated import ColocatedVllm, check_arguments
 
     check_arguments(config.engine_args)
     return ColocatedVllm(

@@ -13,7 +13,7 @@ from pipelines.generation.engines.base import Picture
 from rollout_io.retokenize.processor import open_picture
 from schemas.errors import EngineError, InputError, count
 from trainer.batches.forest import Forest, Pictures
-from trainer.batches.picture_reader import MOST_PREPARED, PictureReader
+from trainer.batches.pictures import MOST_PREPARED, PictureReader
 from trainer.models.pictures import MUTUAL, picture_inputs, shows_pictures
 
 Prepare = Callable[[bytes], Mapping[str, Tensor]]

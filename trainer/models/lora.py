@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from schemas.errors import ConfigError, InputError, count
-from schemas.extras import requires_extra
+from schemas.imports import requires_extra
 from trainer.batches.forest import Forest
 from trainer.config.sections import ModelConfig
 from trainer.distributed.sharding import gathered

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from schemas.extras import requires_extra
+from schemas.imports import requires_extra
 from trainer.config.sections import OptimizerConfig
 
 

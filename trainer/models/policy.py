@@ -30,6 +30,7 @@ from schemas.errors import ConfigError, InputError
 from trainer.batches.forest import Forest, RowLimit
 from trainer.batches.sampling_support import TeacherSets
 from trainer.models.attention import (
+    fix_frequencies,
     forest_mask,
     use_chain_attention,
 )
@@ -38,7 +39,6 @@ from trainer.models.directory import check_model_directory, code_of
 from trainer.models.layers import layer_classes, recompute_layers
 from trainer.models.logprob_head import set_logprobs, target_logprobs, teacher_divergence
 from trainer.models.pictures import picture_inputs
-from trainer.models.rotary import fix_frequencies
 from trainer.models.router_replay import make_replayable, replayed
 from trainer.models.self_check import check_policy, probe
 

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from trainer.batches.forest import ChainLayout
-from trainer.models.flex_tree import autocast_dtype
+from trainer.models.tree_attention import autocast_dtype
 
 LONG_CHAIN = 2048
 """Mean number of tokens from which a call of SDPA for each chain is faster than FlashAttention 2: cuDNN's kernel

@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from schemas.extras import requires_extra
+from schemas.imports import requires_extra
 from trainer.rl.config import LoopConfig, RlConfig, load_rl_config
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def run(
         RolloutError: See `trainer.rl.loop.run`; or torch is not installed.
     """
     with requires_extra("train", "rollouts rl"):
-        from trainer.forensics.audit.iteration_audit import IterationAudit
+        from trainer.forensics.audit.audit import IterationAudit
         from trainer.rl import loop
     audit = IterationAudit(config=config, source=Path(config.model.path).absolute())
     checks = audit.check if config.loop.audit_rows else None

@@ -1,11 +1,13 @@
-"""Sample groups of trajectories, as far ahead of the trainer as allowed."""
+"""Sample groups of trajectories, as far ahead of the trainer as allowed, and order their tasks."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import itertools
+import random
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -21,7 +23,7 @@ from schemas.columns import TASK
 from schemas.errors import InputError
 from trainer.batch import UNUSED_COLUMNS
 from trainer.batches.plan import dataset_returns, make_plan
-from trainer.rl.config import DROPPED, RlConfig
+from trainer.rl.config import DROPPED, RlConfig, TaskOrder
 from trainer.rl.groups import Groups, num_allowed
 
 DROPPED_IN_A_ROW = 30
@@ -50,7 +52,7 @@ class Collector:
 
     Args:
         generator: Runs trajectories.
-        tasks: Infinite iterator of tasks from `trainer.rl.task_order.endless_tasks`; tasks that
+        tasks: Infinite iterator of tasks from `trainer.rl.collector.endless_tasks`; tasks that
             are already in `groups` are skipped.
         groups: Stores finished groups.
         config: Configuration of the run.
@@ -229,3 +231,36 @@ def _versions(tables: Iterable[pa.Table]) -> list[int]:
     """List the policy versions of sampled rows."""
     columns = (t["policy_version"] for t in tables if "policy_version" in t.column_names)
     return [version for column in columns for version in column.drop_null().to_pylist()]
+
+
+def endless_tasks(tasks: Sequence[Task], order: TaskOrder, seed: int) -> Iterator[Task]:
+    """Yield tasks endlessly; each visit has an `instance_id` of its own: `a`, `a@2`, `a@3`.
+
+    `task_instance_id` is the task's own id. Numbers that would repeat the id of a task are skipped.
+
+    Args:
+        tasks: The tasks.
+        order: `shuffled`: the seed and the number of a pass determine its order; `listed`: each
+            pass has the order of `tasks`, such as a curriculum.
+        seed: Seed of the order.
+
+    Example:
+        >>> tasks = [Task(instance_id=name, repetition_id=0, prompt=[]) for name in "ba"]
+        >>> found = itertools.islice(endless_tasks(tasks, "listed", 0), 4)
+        >>> [task.instance_id for task in found]
+        ['b', 'a', 'b@2', 'a@2']
+    """
+    ids = {task.instance_id for task in tasks}
+    visits = {name: _visits(name, ids) for name in ids}
+    for number in itertools.count(1):
+        order_of_pass = list(tasks)
+        if order == "shuffled":
+            random.Random(f"{seed}/{number}").shuffle(order_of_pass)
+        for task in order_of_pass:
+            name = task.instance_id
+            yield dataclasses.replace(task, instance_id=next(visits[name]), task_instance_id=name)
+
+
+def _visits(name: str, ids: Collection[str]) -> Iterator[str]:
+    yield name
+    yield from (visit for n in itertools.count(2) if (visit := f"{name}@{n}") not in ids)

@@ -39,8 +39,8 @@ from trainer.config.train_config import (
     TrainConfig,
     default_dtype,
 )
-from trainer.rl.task_order import TaskOrder
 
+TaskOrder = Literal["shuffled", "listed"]
 Table = TypeVar("Table")
 MOST_ITERATIONS = 100_000
 ROLLOUTS, DROPPED, UNFINISHED = RUN_ROLLOUTS, "dropped", "unfinished"

@@ -23,7 +23,7 @@ from rollout_io.retokenize.tokenizer import ChatTokenizer, load_tokenizer
 from rollout_io.terminal import Bar
 from schemas.errors import count
 from trainer.rl.config import EvaluateConfig, RlConfig
-from trainer.rl.sampling_progress import SamplingProgress
+from trainer.rl.reporting import SamplingProgress
 
 if TYPE_CHECKING:
     from pipelines.harness.launchers import Endpoint

@@ -4,7 +4,7 @@ Driver           asks for the groups of an iteration, waits until they are whole
                  the update, it has the new weights loaded
 Collector        samples groups with the engine, as far ahead as `max_staleness` allows
 Learning         trains on the groups in a thread of its own, in all processes together
-                 (`trainer.rl.follow`), while the Collector goes on
+                 (`trainer.rl.orders`), while the Collector goes on
 WeightSwapEngine waits for running calls, if `weight_sync` is "wait"; then it loads the weights, for
                  which new calls wait
 """
@@ -36,41 +36,37 @@ from rollout_io.configuration import flat
 from rollout_io.retokenize.tokenizer import ChatTokenizer, load_tokenizer
 from schemas.errors import RolloutError
 from trainer.config.train_config import PATHS
-from trainer.distributed.launch import make_accelerator
+from trainer.distributed.launch import make_accelerator, model_digests
 from trainer.distributed.liveness import watched
 from trainer.distributed.meeting import together
-from trainer.distributed.orders import Orders
 from trainer.distributed.processes import agreed, lost_processes
 from trainer.engine.open_engine import open_engine as open_usual
 from trainer.models.policy import Policy
-from trainer.rl.collector import Collector
+from trainer.rl.collector import Collector, endless_tasks
 from trainer.rl.config import ROLLOUTS, RlConfig
 from trainer.rl.evaluation import EvaluationSet, evaluate, notes_of, read_sets
-from trainer.rl.follow import SAVE, UPDATE, follow, leading
 from trainer.rl.groups import Groups
-from trainer.rl.iteration_metrics import (
+from trainer.rl.learning import Learning, check_lengths
+from trainer.rl.orders import SAVE, UPDATE, Orders, follow, leading
+from trainer.rl.reporting import (
+    SamplingProgress,
     evaluation_line,
     iteration_line,
     mean_of,
     num_greedy_rows,
     rollout_numbers,
 )
-from trainer.rl.learning import Learning, check_lengths
 from trainer.rl.resume import find_checkpoint, prepare
-from trainer.rl.sampling_progress import SamplingProgress
-from trainer.rl.task_order import endless_tasks
 from trainer.rl.weight_sync import WeightSwapEngine, WeightSync
+from trainer.run.check_models import check_tokenizers
 from trainer.run.checkpoint import checkpoint_facts, checkpoint_path
 from trainer.run.directory import alone_in, stays_in_place, stops_when_full
 from trainer.run.messages import say, say_attention, say_learning_rate, show, warn
-from trainer.run.model_digests import model_digests
 from trainer.run.resume import say_if_new
-from trainer.run.run_log import RunLog
-from trainer.run.same_tokenizer import check_tokenizers
-from trainer.run.start_records import record_start
+from trainer.run.run_log import RunLog, record_start
 from trainer.run.state import generators
-from trainer.run.stopping import Stop
 from trainer.run.token_records import say_size
+from trainer.training import Stop
 
 if TYPE_CHECKING:
     from pipelines.harness.launchers import Endpoint

@@ -11,18 +11,17 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from schemas.ragged import IntArray
-from trainer.algorithms.advantages.token import FloatArray, batch_normalize
-from trainer.algorithms.losses.kl import adapted_kl_coef, kl_estimates, rewards_less_kl
-from trainer.algorithms.targets import advantages_of_rewards
+from schemas.ragged import FloatArray, IntArray
+from trainer.algorithms.advantages import batch_normalize
+from trainer.algorithms.kl import adapted_kl_coef, kl_estimates, rewards_less_kl
+from trainer.algorithms.own_functions import call
 from trainer.batch import Batch
 from trainer.batches.plan import Plan, trajectory_advantages, trajectory_estimator
 from trainer.config.functions import ADVANTAGE_ESTIMATOR, Function, bind
 from trainer.config.loss_config import LossConfig
 from trainer.config.sections import AdvantageConfig
 from trainer.config.train_config import TrainConfig
-from trainer.distributed.pooled import Pooled
-from trainer.distributed.processes import of_all_processes, over_processes
+from trainer.distributed.processes import Pooled, of_all_processes, over_processes
 
 
 def estimate(
@@ -83,6 +82,41 @@ def _along_chains(
     estimator = bind(ADVANTAGE_ESTIMATOR, advantage)
     known = rest[0] if rest else None
     return *advantages_of_rewards(rewards, trajectory, group, known, estimator), own
+
+
+def advantages_of_rewards(
+    rewards: FloatArray,
+    trajectory: IntArray,
+    group_index: IntArray,
+    values: FloatArray | None,
+    estimator: Function,
+) -> tuple[FloatArray, FloatArray | None]:
+    """Estimate the advantages of N trained tokens from their rewards.
+
+    Args:
+        rewards: [N] float64, finite: reward of each token.
+        trajectory: [N] int64 trajectory of each token, non-decreasing.
+        group_index: [N] int64 group of each token.
+        values: [N] float64 critic values; None without a critic.
+        estimator: The run's `advantage.estimator`.
+
+    Returns:
+        Advantages, and target values for the critic (None without a critic), [N] float64 each.
+
+    Raises:
+        InputError: A user's estimator fails, or its result is invalid.
+    """
+    arrays = {
+        "rewards": rewards,
+        # Numbered without the trajectories and groups that have no trained tokens.
+        "trajectory": np.unique(trajectory, return_inverse=True)[1],
+        "group_index": np.unique(group_index, return_inverse=True)[1],
+        "values": values,
+    }
+    result = call(estimator, **{name: arrays[name] for name in estimator.inputs})
+    if "values" in estimator.inputs:
+        return result.advantages, result.value_targets
+    return result, None
 
 
 def subtract_kl(

@@ -14,13 +14,12 @@ from rollout_io.formats.parsing.bodies import sampling_extra_of
 from schemas.errors import count
 from trainer import checks
 from trainer.batches.forest import RowLimit
-from trainer.batches.picture_reader import PictureReader
+from trainer.batches.pictures import PictureReader
 from trainer.batches.plan import Plan
 from trainer.config.train_config import TrainConfig
 from trainer.models.policy import Policy
+from trainer.run.check_models import check_replay, open_pictures
 from trainer.run.messages import Remark
-from trainer.run.open_pictures import open_pictures
-from trainer.run.routing_facts import check_replay
 from trainer.run.run import Run
 from trainer.run.warnings import warnings_before
 

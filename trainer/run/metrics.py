@@ -18,13 +18,12 @@ from rollout_io.dataset.reader import read_metadata
 from rollout_io.formats.skyrl_fields import ROLLOUT_METRICS, aggregated
 from schemas.errors import InputError
 from schemas.run_metrics import GENERATED, LOOP_METRICS, METRICS, OWN_LOSS
-from trainer.algorithms.losses.ratios import bounded_exp
+from trainer.algorithms.losses import bounded_exp
 from trainer.batch import Batch
 from trainer.batches.plan import Plan
 from trainer.config.functions import POLICY_LOSS
 from trainer.config.train_config import TrainConfig
-from trainer.distributed.pooled import Pooled
-from trainer.distributed.processes import over_processes
+from trainer.distributed.processes import Pooled, over_processes
 
 SPREADS = {
     "is_ratio": "std max min",

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from trainer.batches.forest import RowLimit
-from trainer.batches.picture_reader import PictureReader
+from trainer.batches.pictures import PictureReader
 from trainer.batches.plan import Plan
 from trainer.config.train_config import TrainConfig
 from trainer.models.critic import Critic

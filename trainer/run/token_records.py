@@ -19,22 +19,21 @@ from rollout_io.dataset.filesystems import whole
 from schemas.errors import count
 from schemas.numpy_arrays import to_arrow
 from schemas.ragged import BoolArray, offsets_of
-from schemas.token_records import (
+from schemas.records import (
     TOKENS,
     token_record_path,
     token_record_schema,
     token_record_steps,
 )
-from trainer.algorithms.losses.ratios import probability_ratio
-from trainer.algorithms.targets import Targets
+from trainer.algorithms.losses import Targets, probability_ratio
 from trainer.batch import Batch
+from trainer.batches.chains import Origins
 from trainer.batches.forest import Forest
-from trainer.batches.stored_rows import Origins
-from trainer.batches.transfer import CopyToCpu, to_device
+from trainer.batches.overlap import CopyToCpu, to_device
 from trainer.config.loss_config import LossConfig
 from trainer.distributed.processes import gather_in_main, over_processes
+from trainer.run.directory import published
 from trainer.run.messages import say
-from trainer.run.run_store import published
 
 RecordTokens = Literal["none", "sampled", "all"]
 SAMPLED_GROUPS = 4
@@ -143,7 +142,7 @@ def recorder_of(
 
 
 def token_records(dataset: str, origins: Origins, values: Mapping[str, Tensor]) -> pa.Table:
-    """Build the records of an update: see `schemas.token_records`.
+    """Build the records of an update: see `schemas.records`.
 
     Args:
         dataset: Path of the dataset.

@@ -18,7 +18,7 @@ import msgspec
 
 from pipelines.generation.engines.base import CONTEXT_LENGTH, ENGINE_DOWN
 from schemas.errors import EngineError, count
-from schemas.extras import requires_extra
+from schemas.imports import requires_extra
 
 with requires_extra("generate", "an engine over HTTP"):
     import aiohttp

@@ -21,7 +21,7 @@ from typing import Any
 
 from rollout_io.formats.dialects.bodies import value_of
 from schemas.errors import InputError
-from schemas.extras import requires_extra
+from schemas.imports import requires_extra
 
 Tree = dict[str, Any]
 

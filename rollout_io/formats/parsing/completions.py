@@ -40,8 +40,7 @@ from rollout_io.formats.parsing.tokens import (
     versions_of_meta,
 )
 from rollout_io.formats.parsing.witnesses import check_tokens, words_of_calls
-from schemas.errors import InputError, count
-from schemas.excerpts import cleaned
+from schemas.errors import InputError, cleaned, count
 
 ASK = 'set "return_token_ids": true in the request (vLLM)'
 

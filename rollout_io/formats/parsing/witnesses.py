@@ -11,8 +11,7 @@ import msgspec
 from rollout_io.formats.base import Ids
 from rollout_io.formats.parsing.bodies import Function, Logprobs, ToolCall
 from rollout_io.formats.parsing.tokens import parse_ids
-from schemas.errors import InputError, count
-from schemas.excerpts import fragment, quoted
+from schemas.errors import InputError, count, fragment, quoted
 
 _NAMED = "token_id:"
 _REPLACEMENT = "\ufffd"

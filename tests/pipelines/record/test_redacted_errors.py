@@ -5,8 +5,7 @@ import json
 import pytest
 
 from pipelines.http_server import JSON
-from schemas.errors import InputError, reasons_of
-from schemas.excerpts import cleaning, fragment, quoted
+from schemas.errors import InputError, cleaning, fragment, quoted, reasons_of
 from tests.helpers.recorder_helpers import outcomes, recording
 from tests.helpers.redaction_helpers import PATTERN, SAID, on_disk
 from tests.pipelines.record.test_redacted_calls import SPOKEN, call, chat, recorder_of

@@ -11,7 +11,7 @@ import pytest
 from rollout_io import RolloutWriter, read
 from schemas.columns import arrow_schema
 from schemas.errors import RolloutError
-from schemas.token_records import token_record_path, token_record_schema
+from schemas.records import token_record_path, token_record_schema
 from tests.helpers.findings_helpers import digest_of
 from tests.helpers.view_helpers import Asked
 

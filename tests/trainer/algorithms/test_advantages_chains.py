@@ -1,6 +1,5 @@
 """The chain of a trajectory is the same whatever rows its steps are in."""
 
-import numpy as np
 import polars as pl
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,7 +12,7 @@ from schemas.strategies import rollout_tables
 from schemas.types import as_table
 from tests.helpers.examples import examples
 from tests.helpers.trainer_helpers import step
-from trainer.batches.chains import credit, make_chains
+from trainer.batches.chains import make_chains
 
 REWARDED = ("reward", "rewards")
 relaxed = settings(
@@ -51,12 +50,6 @@ TWO = (
 def test_the_documented_example():
     chains = chains_of(pipelines.merge(table(*TWO)).collect())
     assert (chains.slots.tolist(), chains.rewards.tolist()) == ([0, 2], [0.5, 1.0])
-
-
-def test_rewards_of_the_documented_example_go_to_the_token_before_them():
-    last, of = np.array([1, 1, 1, 2]), np.array([0, 0, 1, 1])
-    earned = credit(np.array([0, 0, 1]), last, np.array([1.0, 2.0, 4.0, 8.0]), of)
-    assert earned.tolist() == [0.0, 3.0, 8.0]
 
 
 def test_a_reward_whose_own_tokens_do_not_train_is_earned_by_what_led_to_it():

@@ -15,10 +15,14 @@ from tests.helpers.losses_helpers import (
     targets,
     tensor,
 )
-from trainer.algorithms.losses.covariance import clip_cov_selection, covariances, kl_cov_selection
-from trainer.algorithms.losses.policy import dppo
-from trainer.algorithms.losses.ratios import row_sums
-from trainer.algorithms.targets import Targets
+from trainer.algorithms.losses import (
+    Targets,
+    clip_cov_selection,
+    covariances,
+    dppo,
+    kl_cov_selection,
+    row_sums,
+)
 from trainer.config.functions import POLICY_LOSS, bind
 from trainer.config.loss_config import LossConfig
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.losses_helpers import REFERENCE, SETTINGS, policy_loss, reference_targets, tensor
-from trainer.algorithms.losses.correction import bounds, correct, row_ratios, token_weights
+from trainer.algorithms.correction import bounds, correct, row_ratios, token_weights
 from trainer.config.functions import POLICY_LOSS, bind
 from trainer.config.loss_config import LossConfig
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.losses_helpers import REFERENCE, reference_targets, tensor
-from trainer.algorithms.losses.kl import adapted_kl_coef, kl_estimates, rewards_less_kl
-from trainer.algorithms.targets import Units, reduction_weights
+from trainer.algorithms.kl import adapted_kl_coef, kl_estimates, rewards_less_kl
+from trainer.algorithms.reductions import Units, reduction_weights
 from trainer.config.functions import LOSS_REDUCTION, bind
 from trainer.config.loss_config import LossConfig
 

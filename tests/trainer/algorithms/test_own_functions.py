@@ -14,14 +14,9 @@ from hypothesis import strategies as st
 from schemas.errors import RolloutError
 from tests.helpers.configs import SECTIONS, train_config
 from tests.helpers.losses_helpers import SETTINGS, advantages_of_returns, policy_loss, targets
-from trainer.algorithms.advantages.token import CriticAdvantages
-from trainer.algorithms.losses.policy import TokenLoss
-from trainer.algorithms.targets import (
-    Targets,
-    Units,
-    advantages_of_rewards,
-    reduction_weights,
-)
+from trainer.algorithms.advantages import CriticAdvantages
+from trainer.algorithms.losses import Targets, TokenLoss
+from trainer.algorithms.reductions import Units, reduction_weights
 from trainer.config.functions import (
     ADVANTAGE_ESTIMATOR,
     KINDS,
@@ -34,6 +29,7 @@ from trainer.config.functions import (
 from trainer.config.loss_config import LossConfig
 from trainer.config.sections import AdvantageConfig
 from trainer.config.train_config import load_config, uses
+from trainer.run.batch_advantages import advantages_of_rewards
 
 HERE = __name__
 PATHS = {"dataset": "d", "model": "m", "out": "o"}

@@ -13,8 +13,8 @@ from trainer.batches.forest import (
     attention_mask,
     chain_forest,
     chain_lengths,
+    pack,
 )
-from trainer.batches.packing import pack
 
 
 def test_two_chains_side_by_side_keep_their_slots_and_positions():

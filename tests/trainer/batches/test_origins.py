@@ -10,7 +10,7 @@ from schemas.ragged import Ragged
 from schemas.strategies import rollout_tables
 from schemas.types import as_table
 from tests.helpers.examples import examples
-from trainer.batches.stored_rows import find_origins, place_steps
+from trainer.batches.chains import find_origins, place_steps
 
 FORMS = {
     "as it is": lambda table: table,

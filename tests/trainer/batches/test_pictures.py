@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.configs import train_config
 from tests.helpers.examples import examples
-from trainer.batch import to_batch
-from trainer.batches.micro_batches import cut_batch
+from trainer.batch import cut_batch, to_batch
 from trainer.batches.pictures import FACTS, picture_facts
 
 SHOWS = 9

@@ -17,11 +17,11 @@ from tests.helpers.trainer_helpers import (
     save_tiny_model,
     write_dataset,
 )
-from trainer.batches.prefetch import one_ahead
+from trainer.batches.overlap import one_ahead
 
 ENDS_WHILE_IT_READS = """
 import threading
-from trainer.batches.prefetch import one_ahead
+from trainer.batches.overlap import one_ahead
 
 values = one_ahead(lambda key: key and threading.Event().wait(), [0, 1])
 next(values)

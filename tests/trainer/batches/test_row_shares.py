@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import ROOT
 from tests.helpers.tree_helpers import config_of
-from trainer.batches.row_shares import outline, ranks_of
-from trainer.distributed.balance import cost
+from trainer.distributed.balance import cost, outline, ranks_of
 
 
 @st.composite

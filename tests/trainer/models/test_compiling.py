@@ -23,7 +23,7 @@ from trainer.config.train_config import default_dtype
 from trainer.models import attention, logprob_head, varlen
 from trainer.models.layers import compile_layers
 from trainer.models.varlen import packed_attention
-from trainer.run.load_models import compiles
+from trainer.run.open_run import compiles
 
 pytestmark = pytest.mark.filterwarnings("default")  # the compiler's
 

@@ -20,8 +20,8 @@ from tests.trainer.models.test_tree_attention import (
     only_forest,
     tree_of,
 )
-from trainer.models import flex_tree
-from trainer.models.flex_tree import attend_by_blocks
+from trainer.models import tree_attention
+from trainer.models.tree_attention import attend_by_blocks
 
 NUM_BATCHES = 200
 MOST_GRAPHS = 4
@@ -37,7 +37,7 @@ def compile_with(monkeypatch):
         made = torch.compile(
             torch_flex.flex_attention, dynamic=True, fullgraph=True, backend=backend
         )
-        monkeypatch.setattr(flex_tree, "compiled", lambda: made)
+        monkeypatch.setattr(tree_attention, "compiled", lambda: made)
 
     yield choose
     torch._dynamo.reset()
@@ -131,7 +131,7 @@ def test_a_compiled_kernel_computes_200_shapes_of_trees_without_compiling_again(
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_padding_and_autocast_leave_the_result_of_a_small_forest(groups, monkeypatch):
     """In bfloat16, queries and keys come in float32, as rotary embeddings leave them."""
-    monkeypatch.setattr(flex_tree, "compiled", lambda: torch_flex.flex_attention)
+    monkeypatch.setattr(tree_attention, "compiled", lambda: torch_flex.flex_attention)
     forest = small_forest(np.random.default_rng(1))
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, heads, forest.num_tokens, 8) for heads in (2 * groups, 2, 2)]

@@ -25,7 +25,7 @@ from tests.helpers.gpu_claims import (
     sets_difference,
 )
 from trainer.batches.forest import ChainLayout, Forest
-from trainer.models import attention, flex_tree, tree_attention, varlen
+from trainer.models import attention, tree_attention, varlen
 from trainer.models.policy import Policy
 
 MODELS = {
@@ -119,7 +119,7 @@ def test_a_bfloat16_step_of_the_kernels_for_gpus_has_the_right_shapes_and_dtypes
     monkeypatch.setattr(attention, "runs_varlen", lambda *inputs: inputs[-1].ends is not None)
     monkeypatch.setattr(varlen, "VARLEN_ATTN", counted)
     monkeypatch.setattr(tree_attention, "uses_blocks", lambda _: True)
-    monkeypatch.setattr(flex_tree, "compiled", lambda: flex)
+    monkeypatch.setattr(tree_attention, "compiled", lambda: flex)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = AutoModelForCausalLM.from_config(
             config, attn_implementation="sdpa", dtype=torch.float32
@@ -142,7 +142,7 @@ def test_a_bfloat16_step_of_the_kernels_for_gpus_has_the_right_shapes_and_dtypes
     if layout == "step":
         shapes = [(num_tokens, heads, size), (num_tokens, keys, size)]
     else:
-        padded = flex_tree.padded_size(num_tokens)
+        padded = tree_attention.padded_size(num_tokens)
         shared = heads if (heads // keys) & (heads // keys - 1) else keys
         shapes = [(1, heads, padded, size), (1, shared, padded, size)]
     wanted = [(shape, torch.bfloat16) for shape in (*shapes, shapes[-1])]

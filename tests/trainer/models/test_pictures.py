@@ -13,8 +13,7 @@ from schemas.errors import RolloutError
 from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import gradients, relative_difference, tiny_policy
 from tests.helpers.vision_models import CONFIGS, SHOWS, Album, Seen
-from trainer.batch import to_batch
-from trainer.batches.micro_batches import cut_batch
+from trainer.batch import cut_batch, to_batch
 from trainer.models import pictures
 from trainer.models.layers import compile_layers, layer_classes
 from trainer.models.lora import add_adapter

@@ -22,7 +22,7 @@ from tests.helpers.routing_helpers import (
 )
 from tests.helpers.trainer_helpers import gradients, make_batch, relative_difference, run_of
 from tests.trainer.algorithms.test_advantages_critic import run_of_critic
-from trainer.batches.micro_batches import cut_batch
+from trainer.batch import cut_batch
 from trainer.loss import critic_values, policy_logprobs
 from trainer.models.critic import Critic
 from trainer.models.policy import Policy

@@ -12,7 +12,7 @@ from tests.helpers.gpu_claims import TINY, model_of, turns
 from tests.helpers.trainer_helpers import run_of, step_of
 from tests.helpers.tree_helpers import batch_of, mini_batch_of
 from trainer import update as updates
-from trainer.models import attention, flex_tree, tree_attention, varlen
+from trainer.models import attention, tree_attention, varlen
 from trainer.models.policy import Policy
 from trainer.run.state import START
 
@@ -64,8 +64,8 @@ def test_a_micro_batch_needs_at_most_five_copies_and_waits(layout, monkeypatch):
     monkeypatch.setattr(attention, "runs_varlen", lambda *_: True)
     monkeypatch.setattr(varlen, "VARLEN_ATTN", like_query)
     monkeypatch.setattr(tree_attention, "uses_blocks", lambda _: True)
-    monkeypatch.setattr(flex_tree, "compiled", lambda: like_query)
-    for module in (attention, flex_tree, varlen):  # autocast does not know the device "meta"
+    monkeypatch.setattr(tree_attention, "compiled", lambda: like_query)
+    for module in (attention, tree_attention, varlen):  # autocast does not know the device "meta"
         monkeypatch.setattr(module, "autocast_dtype", lambda tensor: tensor.dtype)
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     batch = batch_of(turns(TINY, 0))

@@ -25,10 +25,9 @@ from tests.helpers.tree_helpers import batch_of, families, mini_batch_of
 from tests.trainer.models.test_attention import KINDS, tiny
 from trainer.batches.forest import attention_mask
 from trainer.models import tree_attention
-from trainer.models.flex_tree import BLOCK, block_mask, padded_size
 from trainer.models.policy import Policy, load_policy
 from trainer.models.self_check import check_policy
-from trainer.models.tree_attention import Piece, pieces
+from trainer.models.tree_attention import BLOCK, Piece, block_mask, padded_size, pieces
 
 MORE_KINDS = {
     "gemma": {"head_dim": 8},

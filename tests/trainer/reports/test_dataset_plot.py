@@ -15,8 +15,8 @@ from pipelines.statistics.savings import dataset_savings
 from rollout_io.cli.main import run
 from rollout_io.dataset.parallel import Workers
 from tests.helpers.table_helpers import write_example
-from trainer.reports.charts import GREY
 from trainer.reports.dataset_plot import LAYOUTS, Picture, dataset_figure, group_rewards
+from trainer.reports.plot import GREY
 
 
 @pytest.fixture(scope="module")

@@ -19,9 +19,9 @@ from tests.helpers.configs import rl_config
 from tests.helpers.rl_helpers import config_of
 from trainer.batches.forest import RowLimit
 from trainer.rl import load_rl_config
+from trainer.rl.collector import endless_tasks
 from trainer.rl.groups import num_allowed, place
 from trainer.rl.learning import check_lengths
-from trainer.rl.task_order import endless_tasks
 
 TOML = """
 [model]

@@ -17,7 +17,7 @@ from tests.helpers.trainer_helpers import (
     write_dataset,
 )
 from trainer.models.policy import Policy, use_float32_head
-from trainer.run.load_models import load_models
+from trainer.run.open_run import load_models
 from trainer.run.warnings import warnings_about
 
 ROWS = [([3, 1, 4], [1, 5, 9, 2, 6, 5], [True] * 6), ([2, 7], [1, 8, 2], [True] * 3)]

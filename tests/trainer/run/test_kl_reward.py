@@ -18,8 +18,8 @@ from tests.helpers.trainer_helpers import (
     save_tiny_model,
     write_dataset,
 )
-from trainer.algorithms.advantages.outcome import grpo
-from trainer.algorithms.losses.kl import adapted_kl_coef
+from trainer.algorithms.advantages import grpo
+from trainer.algorithms.kl import adapted_kl_coef
 from trainer.batches.plan import make_plan
 from trainer.config.sections import BatchConfig
 from trainer.run.batch_advantages import next_coef, subtract_kl

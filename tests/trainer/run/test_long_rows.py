@@ -17,11 +17,11 @@ from tests.helpers.examples import examples
 from tests.helpers.rl_helpers import config_of, save_model
 from tests.helpers.trainer_helpers import group_rows, save_tiny_model, step, write_dataset
 from trainer import rl
-from trainer.batches.packing import pack
+from trainer.batches.forest import pack
 from trainer.batches.tree import Trie, cut
+from trainer.cli.train import plan_text
 from trainer.models.policy import row_limit
 from trainer.reports.dry_run import dry_run
-from trainer.reports.dry_run_report import plan_text
 from trainer.rl.learning import Learning
 from trainer.run.check_dataset import cut_rows
 from trainer.run.checkpoint import latest_checkpoint

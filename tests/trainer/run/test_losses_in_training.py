@@ -32,10 +32,9 @@ from tests.helpers.trainer_helpers import (
     update_with,
     write_dataset,
 )
-from trainer.algorithms.losses.correction import correct
-from trainer.algorithms.losses.covariance import covariances, kl_cov_selection
-from trainer.algorithms.losses.kl import kl_estimates
-from trainer.algorithms.targets import Targets
+from trainer.algorithms.correction import correct
+from trainer.algorithms.kl import kl_estimates
+from trainer.algorithms.losses import Targets, covariances, kl_cov_selection
 from trainer.batches.plan import make_plan
 from trainer.config.functions import POLICY_LOSS, bind
 from trainer.config.sections import BatchConfig

@@ -10,8 +10,8 @@ import torch
 
 from rollout_io.terminal import Bar
 from trainer.batches.forest import Forest
-from trainer.run import pass_progress as progress
-from trainer.run.pass_progress import OLD_LOGPROBS, TRAINING, Passes, ticking
+from trainer.run import messages as progress
+from trainer.run.messages import OLD_LOGPROBS, TRAINING, Passes, ticking
 
 
 def forest(num_tokens):

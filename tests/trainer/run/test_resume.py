@@ -28,10 +28,10 @@ from tests.helpers.trainer_helpers import (
     tiny_policy,
     write_dataset,
 )
+from trainer import training
 from trainer import update as updates
 from trainer.batch import index_rows
 from trainer.config.sections import AdvantageConfig, BatchConfig
-from trainer.run import stopping
 from trainer.run.directory import alone_in
 from trainer.run.resume import find_checkpoint
 from trainer.run.state import (
@@ -42,7 +42,7 @@ from trainer.run.state import (
     restore,
     save_state,
 )
-from trainer.run.stopping import Stop
+from trainer.training import Stop
 
 
 def rows(last_reward=0.5):
@@ -452,7 +452,7 @@ def test_a_signal_saves_a_checkpoint_after_the_current_update(
 
 def test_a_signal_repeated_within_a_second_is_one_and_a_later_one_stops_at_once(monkeypatch):
     stop, seconds = Stop(), iter([0.0, 0.9, 1.1])
-    monkeypatch.setattr(stopping.time, "monotonic", lambda: next(seconds))
+    monkeypatch.setattr(training.time, "monotonic", lambda: next(seconds))
     with stop.requested_by_signals():
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -467,7 +467,7 @@ def test_a_signal_during_the_exchange_of_signals_counts_the_next_time(monkeypatc
         os.kill(os.getpid(), signal.SIGTERM)
         return [data]
 
-    monkeypatch.setattr(stopping, "gather_bytes", interrupted)
+    monkeypatch.setattr(training, "gather_bytes", interrupted)
     with stop.requested_by_signals():
         assert not stop.is_requested(None)  # type: ignore[arg-type]
         stop.end()

@@ -48,7 +48,7 @@ from tests.helpers.tree_helpers import (
     updated,
 )
 from trainer import rl
-from trainer.batches.micro_batches import cut_batch
+from trainer.batch import cut_batch
 from trainer.batches.plan import make_plan
 from trainer.config.sections import BatchConfig
 from trainer.engine.embedded import TransformersEngine

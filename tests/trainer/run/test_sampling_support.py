@@ -287,7 +287,7 @@ def test_sets_survive_merging_a_rewrite_and_unmerging(tmp_path):
 
 def test_gradients_of_single_rows_use_the_sets():
     """What blame computes row by row adds up to the gradient of the update."""
-    from trainer.forensics.blame.gradients import linearize
+    from trainer.forensics.row_gradients import linearize
 
     batch = with_support(
         make_batch([([1, 2], [3, 4, 5], [True] * 3), ([7], [8, 9], [True] * 2)]), 0

@@ -14,12 +14,17 @@ from schemas.errors import ConfigError, InputError
 from tests.helpers.configs import train_config
 from tests.helpers.rl_helpers import as_toml, config_of, lines_of, save_model
 from tests.helpers.trainer_helpers import group_rows, save_tiny_model, write_dataset
-from trainer.cli.processes import in_processes
+from trainer.cli.options import in_processes
 from trainer.distributed import spawn
 from trainer.distributed.launch import make_accelerator
 from trainer.distributed.processes import STARTER, STORE
 
 NIGHTLY = pytest.mark.nightly
+
+
+def test_the_process_that_starts_the_others_does_not_import_torch():
+    code = "import sys, trainer.distributed.spawn; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def children_of(process, num):

@@ -13,7 +13,7 @@ import rollout_io
 import trainer
 from rollout_io.cli.main import run as main
 from schemas.errors import RolloutError
-from schemas.token_records import (
+from schemas.records import (
     TOKEN_RECORD_COLUMNS,
     token_record_path,
     token_record_schema,

@@ -13,7 +13,7 @@ import trainer
 from pipelines import scan_token_records
 from rollout_io.cli.main import run as command
 from schemas.errors import InputError
-from schemas.token_records import TOKEN_RECORD_COLUMNS, token_record_path
+from schemas.records import TOKEN_RECORD_COLUMNS, token_record_path
 from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import metrics_of, save_tiny_model, write_dataset
 from tests.helpers.view_helpers import Asked

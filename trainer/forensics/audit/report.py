@@ -1,9 +1,9 @@
-"""The summary of an audit, as JSON or as text for the terminal."""
+"""The faults that an audit found, in words, and its summary, as JSON or as text for the terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 from rich.console import Group, RenderableType
@@ -12,10 +12,15 @@ from rich.text import Text
 
 from rollout_io.terminal import duration, printable
 from schemas.errors import count
-from schemas.forensics import MEANINGS, NO_FAULT
-from trainer.forensics.audit.audit import AuditResult
-from trainer.forensics.audit.causes import likely_causes
+from schemas.records import MEANINGS, NO_FAULT
+from trainer.forensics.audit.hypotheses import DECIDED
+from trainer.forensics.audit.rows import OFF
+from trainer.forensics.audit.weights import Candidate
 from trainer.forensics.screens import bare_table, drawn, section
+
+if TYPE_CHECKING:
+    from trainer.forensics.audit.audit import AuditResult
+
 
 ASSUMED_RAW = " (assumed: no row reveals the kind)"
 TOO_CLOSE = 0.25
@@ -124,3 +129,148 @@ def _table(*names: str) -> Table:
         right = name not in ("", "verdict", "row", "fault", "found")
         table.add_column(name, justify="right" if right else "left", no_wrap=name != "found")
     return table
+
+
+MOST = 0.95
+"""If at least this fraction of rows has a fault, the fault is reported as affecting all rows."""
+SEVERAL = 3
+"""Minimum number of faulty rows to suggest that one of several servers is at fault."""
+SENTENCES = {
+    "swap": "In {spans}, weights changed from version {best_version} to {second_version} during the"
+    " response: the engine loaded weights without waiting for running calls (weight_sync ="
+    ' "wait" avoids this).',
+    "temperature": "{spans} labelled with temperature {labelled_temperature:.3g} fit temperature"
+    " {best_temperature:.2f} (the median): the engine used a default, or another request's setting.",
+    "unrecorded": "{spans} do not record how they were sampled, and fit the model's"
+    " generation_config.json (temperature {best_temperature:.2g}): write its temperature, top_p and"
+    " top_k to the rows.",
+    "truncation": "{spans} fit a different truncation than labelled, most often {setting}: the"
+    " engine added a default, such as one from the model's generation_config.json.",
+    "raw_logprobs": "{spans} have raw log-probabilities instead of processed ones: a server runs"
+    " with --logprobs-mode raw_logprobs.",
+    "processed_logprobs": "{spans} have processed log-probabilities instead of raw ones: a server"
+    " runs with --logprobs-mode processed_logprobs.",
+    "offset": "In {spans}, each log-probability belongs to {token}: the list is shifted against"
+    " response_ids, by a token that was dropped or added.",
+    "noise": "{spans} fit their weights with {noise_scale:.1f} times the noise of the other spans"
+    " (the median): a server runs in a lower precision, such as 8 bits or fewer.",
+    "prompt": "{spans} fit a prompt that was rendered differently ({reason}): the engine did not"
+    " receive the stored prompt.",
+    "unknown_model": "{spans} fit none of the candidates: they were sampled by another model or in"
+    " another precision, or the engine received a different prompt.",
+}
+"""Sentences about the faults of a kind; fields are the median, or else the most frequent value."""
+DESCRIPTIONS = {
+    "version": "sampled by {name}, labelled {labelled_version}",
+    "swap": "version {best_version}, from token {swap_position} version {second_version}, labelled"
+    " {labelled_version}",
+    "temperature": "temperature {best_temperature:.2f}, {label}",
+    "truncation": "{setting}",
+    "offset": "shifted by {offset:+d}",
+    "prompt": "{reason}",
+    "unknown_model": "{mean_difference:.2g} nats from version {best_version}",
+    "noise": "{mean_difference:.2g} nats from version {best_version}{cause}, {noise_scale:.1f} x the"
+    " noise",
+}
+"""Descriptions of a span's fault; those of other kinds are like that of `noise`."""
+SPLIT_BY = {
+    "swap": ("best_version", "second_version"),
+    "temperature": ("labelled_temperature",),
+    "offset": ("offset",),
+}
+"""Columns whose values get a sentence each."""
+
+
+def likely_causes(verdicts: pl.DataFrame, candidates: Sequence[Candidate]) -> list[str]:
+    """Return a sentence for each likely cause of faults; causes that affect most rows come first.
+
+    Args:
+        verdicts: The verdicts of an audit.
+        candidates: The candidates of the audit.
+    """
+    checked = verdicts.filter(pl.col("kind") != "not_checked")
+    causes = list(_versions(checked, candidates))
+    for kind in SENTENCES:
+        faults = checked.filter(kind=kind)
+        parts = faults.partition_by(SPLIT_BY.get(kind, "kind"), maintain_order=True)
+        causes += [(len(part), _sentence(kind, part)) for part in parts]
+    return [text for _, text in sorted(causes, key=lambda cause: -cause[0])]
+
+
+def _fields(span: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of a verdict, and words for its sentences."""
+    cut = {name: span[f"best_{name}"] for name in OFF._fields}
+    setting = [f"{n} {round(v, 2)}" for n, v in cut.items() if v != getattr(OFF, n)]
+    by, label, best = span["offset"], span["labelled_temperature"], span["best_version"]
+    side, place = ("next", "later") if by > 0 else ("previous", "earlier")
+    name = span["best_weights"] if best is None else f"version {best}"
+    if span["next_version"] not in {None, span["labelled_version"]} and span["margin"] < DECIDED:
+        name += f" or {span['next_version']}, which fit equally well"
+    return {
+        **span,
+        "setting": ", ".join(setting) or "no truncation",
+        "token": f"the {side} token" if abs(by) == 1 else f"the token {abs(by)} positions {place}",
+        "label": "not recorded" if label is None else f"labelled {label:.2f}",
+        "name": name,
+        "cause": f" with {span['reason']}" if span["reason"] else "",
+    }
+
+
+def describe(span: Mapping[str, Any]) -> str | None:
+    """Describe the fault of a span in a few words; without a fault, return its `reason`."""
+    if span["kind"] in NO_FAULT:
+        reason: str | None = span["reason"]
+        return reason
+    return DESCRIPTIONS.get(span["kind"], DESCRIPTIONS["noise"]).format_map(_fields(span))
+
+
+def _sentence(kind: str, part: pl.DataFrame) -> str:
+    fields = pl.DataFrame([_fields(span) for span in part.iter_rows(named=True)])
+    medians = part.select(pl.col("best_temperature", "noise_scale").median())
+    frequent = fields.select(pl.col("reason", "setting").mode().min())
+    values = fields.row(0, named=True) | medians.row(0, named=True) | frequent.row(0, named=True)
+    if kind == "temperature" and values["labelled_temperature"] is None:
+        kind = "unrecorded"
+    return SENTENCES[kind].format_map(values | {"spans": count(len(part), "span")})
+
+
+def _versions(checked: pl.DataFrame, candidates: Sequence[Candidate]) -> Iterator[tuple[int, str]]:
+    """Explain rows that were not sampled by the weights in their label."""
+    totals = dict(checked.group_by("labelled_version").len().iter_rows())
+    keys = ["labelled_version", "best_version", "best_weights"]
+    pairs = checked.filter(kind="version").group_by(keys).len().sort(keys, nulls_last=True)
+    names = {str(one.path): one.name for one in candidates}
+    by_version: dict[int, dict[int, int]] = {}
+    for labelled, best, path, number in pairs.iter_rows():
+        if best is None:
+            rows = _spans(number, totals[labelled])
+            yield number, f"{rows} labelled {labelled} were sampled by {names[path]}."
+        elif labelled is not None:
+            by_version.setdefault(best, {})[labelled] = number
+    shifts = {label - best for best, numbers in by_version.items() for label in numbers}
+    numbers = {label: n for part in by_version.values() for label, n in part.items()}
+    is_whole = all(number >= MOST * totals[label] for label, number in numbers.items())
+    if len(shifts) == 1 and is_whole and len(numbers) > 1:
+        (shift,), number = shifts, sum(numbers.values())
+        side = "above" if shift > 0 else "below"
+        text = f"Labels are {abs(shift)} {side} the version that sampled the row, in all"
+        text += f" {count(number, 'row')} of {count(len(numbers), 'label')}: labels are read at"
+        yield number, f"{text} the wrong time, or start at a different number."
+        return
+    for best, labels in by_version.items():
+        number, total = sum(labels.values()), sum(totals[label] for label in labels)
+        first, last = min(labels), max(labels)
+        if last < best:
+            cause = "new weights were loaded before the label changed"
+        elif number >= MOST * total:
+            cause = "new weights were not loaded into the engine"
+        else:
+            servers = "one of several servers" if number >= SEVERAL else "a server"
+            cause = f"{servers} is stale, or these calls began before the weights were loaded"
+        labelled = f"labelled {first}{f' to {last}' if last > first else ''}"
+        text = f"{_spans(number, total)} {labelled} were sampled by version {best}: {cause}."
+        yield number, text
+
+
+def _spans(number: int, total: int) -> str:
+    return f"All {count(number, 'span')}" if number >= total else f"{number:,} of {total:,} spans"

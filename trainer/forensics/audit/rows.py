@@ -20,7 +20,7 @@ from rollout_io.formats.parsing.bodies import sampling_extra_of
 from schemas.columns import PICTURES, arrow_schema
 from schemas.metadata import DatasetMetadata, LogprobsMode
 from schemas.ragged import BoolArray, IntArray, Ragged, ranges
-from trainer.batches.recorded_routes import Routes
+from trainer.models.router_replay import Routes
 
 KEYS = ("instance_id", "trajectory_id", "step_index")
 LABELS = ("policy_version", "temperature", "top_p", "top_k", "sampling_extra", "rollout_logprobs")

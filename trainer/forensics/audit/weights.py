@@ -16,11 +16,10 @@ from torch import Tensor
 
 from pipelines.sampling_defaults import NEUTRAL, SamplingDefaults, sampling_defaults
 from pipelines.view.run_files import metric_lines
-from schemas.error_ids import fix_of
 from schemas.errors import ConfigError, InputError, count
 from schemas.ragged import BoolArray, IntArray
-from trainer.batches.forest import chain_lengths
-from trainer.batches.packing import chain_forests
+from schemas.rules import fix_of
+from trainer.batches.forest import chain_forests, chain_lengths
 from trainer.batches.tree import Trie, make_trie, tree_forests
 from trainer.config.sections import ModelConfig
 from trainer.forensics.audit.rows import KEYS, AuditRows
@@ -29,7 +28,7 @@ from trainer.models.directory import check_model_directory
 from trainer.models.lora import CONFIG, add_adapter
 from trainer.models.policy import Policy, hidden_before_targets, load_policy
 from trainer.models.router_replay import replayed
-from trainer.reports.memory_estimate import available_bytes
+from trainer.reports.dry_run import available_bytes
 from trainer.run.checkpoint import checkpoints
 
 _NUMBERED = re.compile(r"(version|global_step)_(\d+)")

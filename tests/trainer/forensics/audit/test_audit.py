@@ -15,7 +15,7 @@ from pipelines.generation.engines.base import Sampling
 from rollout_io.cli.main import run
 from rollout_io.dataset.versions import with_stored_digest
 from schemas.errors import RolloutError
-from schemas.forensics import NO_FAULT
+from schemas.records import NO_FAULT
 from tests.helpers.audit_helpers import Request, prompt_of, row, sample, save_versions, tiny_models
 from tests.helpers.trainer_helpers import write_dataset
 from tests.helpers.view_helpers import Asked

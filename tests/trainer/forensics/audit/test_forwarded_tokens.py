@@ -10,7 +10,7 @@ import torch
 import rollout_io
 from pipelines.generation.engines.base import Sampling
 from rollout_io.cli.main import run
-from schemas.forensics import NO_FAULT
+from schemas.records import NO_FAULT
 from tests.helpers.audit_helpers import Request, prompt_of, row, sample, save_versions, tiny_models
 from tests.helpers.trainer_helpers import write_dataset
 from trainer.forensics.audit.audit import run_audit

@@ -11,7 +11,7 @@ import rollout_io
 from tests.helpers.audit_helpers import Request, row, sample
 from tests.helpers.trainer_helpers import tiny_llama, write_dataset
 from trainer.forensics.audit.audit import run_audit
-from trainer.forensics.audit.prompts import PromptVariants
+from trainer.forensics.audit.explanations import PromptVariants
 from trainer.forensics.audit.rows import read_audit_rows
 from trainer.forensics.audit.weights import Weights, find_candidates
 

@@ -16,9 +16,8 @@ from schemas.errors import RolloutError
 from tests.helpers.audit_helpers import Request, prompt_of, row, sample, tiny_models
 from tests.helpers.trainer_helpers import VOCAB, plain_logprobs, tiny_llama
 from trainer.config.sections import ModelConfig
-from trainer.engine.token_sampling import sampled_distribution
-from trainer.forensics.audit.hypotheses import Span
-from trainer.forensics.audit.judge import Judge
+from trainer.engine.batching import sampled_distribution
+from trainer.forensics.audit.hypotheses import Judge, Span
 from trainer.forensics.audit.noise import CAUTION, Noise, Residuals, fit_noise
 from trainer.forensics.audit.rows import to_audit_rows
 from trainer.forensics.audit.scores import (

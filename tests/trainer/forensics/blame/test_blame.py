@@ -14,7 +14,7 @@ from click.testing import CliRunner
 import trainer
 from rollout_io.cli.main import run as command
 from schemas.errors import RolloutError
-from schemas.forensics import UPDATE_SHARE_COLUMNS
+from schemas.records import UPDATE_SHARE_COLUMNS
 from tests.helpers.blame_helpers import check_blame, recorded_norm
 from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import (
@@ -25,8 +25,7 @@ from tests.helpers.trainer_helpers import (
 )
 from tests.helpers.view_helpers import Asked
 from trainer.cli.blame import blame as verb
-from trainer.forensics.blame.blame import blame
-from trainer.forensics.blame.report import finding
+from trainer.forensics.blame import blame, finding
 
 SETTINGS: dict[str, Any] = {
     "learning_rate": 1e-2,

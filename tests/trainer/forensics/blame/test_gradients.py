@@ -25,7 +25,7 @@ from tests.helpers.trainer_helpers import (
     tiny_policy,
 )
 from trainer.batch import Batch
-from trainer.forensics.blame import gradients as found
+from trainer.forensics import row_gradients as found
 from trainer.models.layers import compile_layers
 from trainer.run.run import Run
 

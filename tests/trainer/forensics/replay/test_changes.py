@@ -20,9 +20,9 @@ from tests.helpers.trainer_helpers import (
     save_tiny_model,
     write_dataset,
 )
-from trainer.forensics.replay.changes import ChangedBatch, without_rows
-from trainer.forensics.replay.reconstruct import Reconstruction, reconstruct
-from trainer.forensics.replay.replay import Replay, replay
+from trainer.forensics.reconstruct import Reconstruction, reconstruct
+from trainer.forensics.replay import Replay, replay
+from trainer.forensics.replay_changes import ChangedBatch, without_rows
 from trainer.loss import policy_logprobs
 
 EVERY_ROW = [f"g{group}_{number}" for group in (0, 1) for number in range(3)]

@@ -23,9 +23,9 @@ from tests.conftest import ROOT
 from tests.helpers.configs import dotted
 from tests.helpers.replay_helpers import SETTINGS, line_of, plain, train
 from tests.helpers.trainer_helpers import group_rows, save_tiny_model, write_dataset
-from trainer.forensics.blame.blame import blame
-from trainer.forensics.replay.reconstruct import reconstruct
-from trainer.forensics.replay.replay import replay
+from trainer.forensics.blame import blame
+from trainer.forensics.reconstruct import reconstruct
+from trainer.forensics.replay import replay
 
 
 @pytest.fixture(scope="module")

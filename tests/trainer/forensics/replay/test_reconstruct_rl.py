@@ -22,8 +22,8 @@ from schemas.errors import RolloutError
 from tests.conftest import ROOT
 from tests.helpers.rl_helpers import HERE, as_toml, config_of, rows_of, save_model
 from trainer import rl
-from trainer.forensics.replay.reconstruct import reconstruct
-from trainer.forensics.replay.replay import replay
+from trainer.forensics.reconstruct import reconstruct
+from trainer.forensics.replay import replay
 
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {"lora_rank": 2},
@@ -42,7 +42,7 @@ def model(tmp_path_factory, tokenizer):
 @pytest.fixture(autouse=True)
 def _one_loading(monkeypatch, tokenizer):
     """Loading SmolLM2's tokenizer takes longer than most of these runs."""
-    for module in ("trainer.rl.loop", "trainer.engine.embedded", "trainer.run.same_tokenizer"):
+    for module in ("trainer.rl.loop", "trainer.engine.embedded", "trainer.run.check_models"):
         monkeypatch.setattr(f"{module}.load_tokenizer", lambda *_, **__: tokenizer)
 
 

@@ -1,1 +1,0 @@
-"""Attribute an update to the rows it trained on."""
