@@ -27,6 +27,7 @@ def test_every_id_of_the_catalogue_is_raised(sites):
     assert error_ids().keys() - {i for site in sites for i in site.ids} == set()
 
 
+@pytest.mark.slow
 def test_every_error_is_of_a_kind_that_the_catalogue_says(sites):
     raised = {error for site in sites for error in site.raised}
     known = {(kind.__name__, i) for i, entry in error_ids().items() for kind in entry.kinds}

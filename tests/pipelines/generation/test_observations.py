@@ -18,7 +18,7 @@ def smollm2(smollm2_dir):
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory):
-    folder = save_qwen3(tmp_path_factory.mktemp("qwen"), chat_template_of("qwen3"))
+    folder = save_qwen3(tmp_path_factory.mktemp("qwen"), chat_template_of("qwen3"), 15_000)
     loaded = load_tokenizer(folder).backend
 
     def make(name):

@@ -71,9 +71,6 @@ RUNS = {
         "reduction": f"{MINE}:trajectory_mean",
     },
 }
-OFTEN = (
-    "token_mean",
-)  # sharded parameters train with "gae"; the others are tested with one process
 DEPENDING = {"seconds", "tokens_per_s", "num_micro_batches", "repeated_share"}
 
 
@@ -146,9 +143,8 @@ def check_same_tokens(out, expected):
             assert numbers[0] == pytest.approx(numbers[1], rel=1e-4, abs=1e-6, nan_ok=True), name
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in OFTEN else pytest.mark.slow) for n in RUNS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
 def test_a_run_of_two_processes_is_that_of_one(name, server, paths, alone, tmp_path):
     server.train({**paths, **COMMON, **RUNS[name], "out": str(tmp_path / "run")})
     check_same_run(tmp_path / "run", alone(name))
