@@ -49,6 +49,7 @@ GAE = {
     "kl_target": 0.01,
     "kl_horizon": 20,
 }
+pytestmark = pytest.mark.slow
 MINE = "tests.helpers.own_functions"
 RUNS = {
     "token_mean": {"kl_loss_coef": 0.1},
@@ -143,7 +144,6 @@ def check_same_tokens(out, expected):
             assert numbers[0] == pytest.approx(numbers[1], rel=1e-4, abs=1e-6, nan_ok=True), name
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_of_two_processes_is_that_of_one(name, server, paths, alone, tmp_path):
     server.train({**paths, **COMMON, **RUNS[name], "out": str(tmp_path / "run")})
@@ -152,7 +152,6 @@ def test_a_run_of_two_processes_is_that_of_one(name, server, paths, alone, tmp_p
     assert server.said()[1] == ""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "sharded", ["directly", pytest.param("by Accelerate", marks=pytest.mark.nightly)]
 )
@@ -165,7 +164,7 @@ def test_a_run_with_sharded_parameters_is_that_of_one_process(
     check_same_run(tmp_path / "run", alone("gae"))
 
 
-@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tied", [True, False])
 def test_the_gradient_of_sharded_parameters_is_that_of_whole_ones(server, tmp_path, *, tied):
     rows = [([1, 2, 3], [4, 5], [True, True]), ([7] * 20, [8, 9, 10], [True, False, True])]
     job = {"rows": rows, "tied": tied, "budget": 24, "file": str(tmp_path / "gradient")}
@@ -193,7 +192,6 @@ def test_sharded_weights_with_adapters_are_given_to_an_engine_as_whole_ones(serv
         torch.testing.assert_close(first[name], tensor)
 
 
-@pytest.mark.slow
 def test_a_run_of_two_processes_that_is_killed_goes_on_with_one_and_with_two(
     server, paths, alone, tmp_path
 ):
@@ -259,7 +257,6 @@ def check_refused(server, config, message, rule):
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", TAMPERINGS)
 def test_a_checkpoint_that_was_tampered_with_is_refused_by_every_process(
     name, server, paths, stopped, tmp_path
@@ -271,7 +268,6 @@ def test_a_checkpoint_that_was_tampered_with_is_refused_by_every_process(
     check_refused(server, config, file, "checkpoint_state")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("changed", ["rollout_logprobs", "prompt_token_ids", "reward"])
 def test_a_changed_dataset_is_refused_by_every_process(changed, server, paths, stopped, tmp_path):
     out = shutil.copytree(stopped, tmp_path / "run")
@@ -298,7 +294,6 @@ def test_an_error_of_the_user_ends_every_process_and_is_said_once(server, paths,
     assert nothing == ""
 
 
-@pytest.mark.slow
 def test_what_the_main_process_cannot_write_ends_every_process_with_one_message(
     server, paths, tmp_path
 ):
@@ -318,19 +313,14 @@ def test_what_the_main_process_cannot_write_ends_every_process_with_one_message(
             {"ACCELERATE_USE_DEEPSPEED": "true"},
             "found DeepSpeed; expected data parallelism or FSDP2",
         ),
-        *(
-            pytest.param(environment, said, marks=pytest.mark.slow)
-            for environment, said in (
-                (
-                    {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"},
-                    "found gradient_accumulation_steps 4",
-                ),
-                ({"ACCELERATE_USE_FSDP": "true"}, "found FSDP version 1"),
-                (
-                    {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
-                    "FSDP does not shard parameters on cpu",
-                ),
-            )
+        (
+            {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"},
+            "found gradient_accumulation_steps 4",
+        ),
+        ({"ACCELERATE_USE_FSDP": "true"}, "found FSDP version 1"),
+        (
+            {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
+            "FSDP does not shard parameters on cpu",
         ),
     ],
 )
@@ -343,7 +333,6 @@ def test_a_launch_that_cannot_be_had_is_refused(environment, said, server, paths
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
 def test_processes_that_do_not_know_of_each_other_are_refused(paths, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RolloutError, match="WORLD_SIZE is 2 without RANK"):
@@ -351,7 +340,6 @@ def test_processes_that_do_not_know_of_each_other_are_refused(paths, tmp_path, m
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
 def test_what_one_process_alone_cannot_read_is_an_error_of_all(server, paths, tmp_path):
     config = {**paths, **COMMON, "out": str(tmp_path / "run")}
     server.start(config=config, **{"rank 1": {"model": "elsewhere"}})
@@ -361,7 +349,6 @@ def test_what_one_process_alone_cannot_read_is_an_error_of_all(server, paths, tm
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
 def test_a_loss_of_the_users_that_fails_in_one_process_ends_every_one(server, paths, tmp_path):
     given = ["--model", paths["model"], "--out", str(tmp_path / "run")]
     given += ["--set", "data.partial_groups=train", "--set", "batch.tokens_per_micro_batch=45"]
