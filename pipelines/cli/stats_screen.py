@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -19,14 +17,14 @@ from pipelines.statistics.summary import (
     length_distributions,
     reward_distribution,
 )
-from rollout_io.cli.output import wants_color
-from rollout_io.terminal import console, printable, readable
+from rollout_io.cli.output import bare_table, drawn, section
+from rollout_io.terminal import printable, readable
 from schemas.errors import count
 
 LAYOUTS = {"step": "step", "merge_lineage": "merge", "tree_per_group": "tree"}
 """Layouts shown: key in `savings` -> value of `sequence_layout`."""
 
-_WIDTH, _BAR = 100, 30
+_BAR = 30
 _SHOWN_TOOLS = 12
 _LEVELS = "▁▂▃▄▅▆▇█"
 
@@ -45,13 +43,15 @@ def screen(
         savings: Cost of each layout.
         tools: Counts of each tool.
     """
-    return _rendered(
+    return drawn(
         [
-            *_section(_shown(path), _counts(summary.numbers)),
-            *_section("Lengths", _lengths(length_distributions(summary))),
-            *_section("Rewards", _rewards(reward_distribution(summary), summary.numbers)),
-            *(_section("Tools", _tools(tools)) if tools else ()),
-            *_section("Tokens that training forwards, by sequence_layout", _layouts(savings)),
+            *section(_shown(path), Group(*_counts(summary.numbers))),
+            *section("Lengths", Group(*_lengths(length_distributions(summary)))),
+            *section("Rewards", Group(*_rewards(reward_distribution(summary), summary.numbers))),
+            *(section("Tools", Group(*_tools(tools))) if tools else ()),
+            *section(
+                "Tokens that training forwards, by sequence_layout", Group(*_layouts(savings))
+            ),
         ]
     )
 
@@ -154,17 +154,13 @@ def _layouts(savings: Mapping[str, Mapping[str, Any]]) -> Iterable[RenderableTyp
 
 def _table(first: str, *right: str, left: Sequence[str] = ()) -> Table:
     """Return a borderless table: `first` and `left` are left-aligned, `right` right-aligned."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table = bare_table()
     table.add_column(first, no_wrap=True)
     for name in right:
         table.add_column(name, justify="right", no_wrap=True)
     for name in left:
         table.add_column(name, no_wrap=True)
     return table
-
-
-def _section(title: str, lines: Iterable[RenderableType]) -> list[RenderableType]:
-    return [Text(title, style="bold"), Padding(Group(*lines), (0, 0, 1, 2))]
 
 
 def _bar(share: float) -> str:
@@ -185,20 +181,3 @@ def _drawn(blocks: str) -> str:
     except UnicodeEncodeError:
         return "".join(" " if c == " " else "#" for c in blocks)
     return blocks
-
-
-def _rendered(parts: Sequence[RenderableType]) -> str:
-    color = wants_color(sys.stdout)
-    drawn = console(
-        # Never narrower: rich would truncate numbers, while the terminal only wraps the bars.
-        width=max(_WIDTH, shutil.get_terminal_size().columns) if sys.stdout.isatty() else _WIDTH,
-        force_terminal=color,
-        no_color=not color,
-        highlight=False,
-        markup=False,
-        emoji=False,
-    )
-    with drawn.capture() as captured:
-        for part in parts:
-            drawn.print(part)
-    return "\n".join(line.rstrip() for line in captured.get().rstrip().split("\n"))

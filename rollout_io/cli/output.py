@@ -10,14 +10,21 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import IO, Any
+from shutil import get_terminal_size
+from typing import IO, TYPE_CHECKING, Any
 
 import click
 
-from rollout_io.terminal import Bar, is_quiet, printable, printable_styles
+from rollout_io.terminal import Bar, console, is_quiet, printable, printable_styles
 from schemas.errors import RolloutError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+_WIDTH = 100
 
 
 def example(*commands: str) -> str:
@@ -132,6 +139,39 @@ def going_on(how: Callable[[], str], waits_for: str | None = None) -> Iterator[N
     except (KeyboardInterrupt, SystemExit):
         say(f"stopped: {how()}")
         raise
+
+
+def section(title: str, body: RenderableType) -> list[RenderableType]:
+    """Return a heading of a screen, and what is below it."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    return [Text(), Text(title, style="bold"), Padding(body, (0, 0, 0, 2))]
+
+
+def bare_table() -> Table:
+    """Return a table without lines."""
+    from rich.table import Table
+
+    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+
+
+def drawn(parts: Iterable[RenderableType]) -> str:
+    """Draw parts as text for stdout, in 100 columns or as many as the terminal has."""
+    color = wants_color(sys.stdout)
+    screen = console(
+        # Never narrower: rich would cut numbers off, while the terminal only wraps lines.
+        width=max(_WIDTH, get_terminal_size().columns) if sys.stdout.isatty() else _WIDTH,
+        force_terminal=color,
+        no_color=not color,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
+    with screen.capture() as captured:
+        for part in parts:
+            screen.print(part)
+    return "\n".join(line.rstrip() for line in captured.get().strip("\n").split("\n"))
 
 
 def wants_color(stream: IO[str]) -> bool:

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from rollout_io.cli.output import bare_table, drawn, section
 from rollout_io.terminal import Bar, printable
 from schemas.errors import count
 from schemas.numpy_arrays import to_arrow
@@ -25,7 +26,6 @@ from trainer.batches.chains import Origins
 from trainer.forensics.reconstruct import Reconstruction, reconstruct
 from trainer.forensics.replay import Forwarding, refuse_several_processes
 from trainer.forensics.row_gradients import Linearized, linearize, norm
-from trainer.forensics.screens import bare_table, drawn, section
 from trainer.run.messages import ticking
 
 Values = npt.NDArray[np.float64]

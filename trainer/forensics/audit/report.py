@@ -10,13 +10,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from rollout_io.cli.output import bare_table, drawn, section
 from rollout_io.terminal import duration, printable
 from schemas.errors import count
 from schemas.records import MEANINGS, NO_FAULT
 from trainer.forensics.audit.hypotheses import DECIDED
 from trainer.forensics.audit.rows import OFF
 from trainer.forensics.audit.weights import Candidate
-from trainer.forensics.screens import bare_table, drawn, section
 
 if TYPE_CHECKING:
     from trainer.forensics.audit.audit import AuditResult
