@@ -110,19 +110,19 @@ def with_weights(
     slots = slots.sort().values  # in the order of the batch's tokens, independent of packing
     weights, selected = torch.zeros(len(batch.trains)), None
     reduction = bind(LOSS_REDUCTION, run.config.loss)
-    units, own = units_of(run, batch, forests, slots.numpy(), reduction)
-    weights[slots] = torch.from_numpy(reduction_weights(units, reduction)[own]).float()
+    units, gathered_places = units_of(run, batch, forests, slots.numpy(), reduction)
+    weights[slots] = torch.from_numpy(reduction_weights(units, reduction)[gathered_places]).float()
     if run.config.loss.selects_targets and len(units.row):
         now = policy_logprobs(run, batch, forests, watch=partial(passes, SELECTION))
         old = now if batch.old_logprobs is None else batch.old_logprobs
         at_slots = [values[slots].numpy() for values in (now, old, batch.advantages)]
         row = batch.responses.row_of(slots.numpy())
-        whole, own = of_all_processes(run.accelerator, row, at_slots)
+        whole, gathered_places = of_all_processes(run.accelerator, row, at_slots)
         everywhere = [torch.from_numpy(values) for values in whole]
         chosen = select(everywhere[0], everywhere[1], everywhere[2], run.config.loss)
         assert chosen is not None
         selected = torch.zeros(len(batch.trains), dtype=torch.bool)
-        selected[slots] = chosen[own]
+        selected[slots] = chosen[gathered_places]
     return replace(batch, weights=weights, selected=selected)
 
 
@@ -142,7 +142,7 @@ def units_of(
     inside = over_processes(accelerator, mini_batches, "max")[batch.mini_batch] > 0
     is_elsewhere = inside & (batch.responses.lengths == 0)
     row = np.repeat(np.arange(len(inside)), np.where(is_elsewhere, batch.num_targets, num_here))
-    own = np.flatnonzero(~is_elsewhere[row])
+    gathered_places = np.flatnonzero(~is_elsewhere[row])
     (num_micro_batches,) = over_processes(accelerator, [len(forests)], "sum").tolist()
     micro_batch = np.zeros(len(row), np.int64)
     if "micro_batch" in reduction.inputs:
@@ -150,7 +150,7 @@ def units_of(
         for index, forest in enumerate(forests):
             number[forest.target_slot.numpy()] = index * accelerator.num_processes
         number += accelerator.process_index
-        (micro_batch,), own = of_all_processes(accelerator, here, [number[slots]])
+        (micro_batch,), gathered_places = of_all_processes(accelerator, here, [number[slots]])
         micro_batch = np.unique(micro_batch, return_inverse=True)[1]
     units = Units(
         row=row,
@@ -162,7 +162,7 @@ def units_of(
         micro_batch=micro_batch,
         num_micro_batches=int(num_micro_batches),
     )
-    return units, own
+    return units, gathered_places
 
 
 def policy_logprobs(

@@ -131,9 +131,9 @@ class _Watch:
         hint = "look for its own error, and for the machine; continue with --resume RUN"
         error = InputError("process_lost", self._places[rank], finding, hint=hint)
         if line:
-            told = decode(json.loads(line))
-            assert isinstance(told, InputError)
-            error = told
+            sent = decode(json.loads(line))
+            assert isinstance(sent, InputError)
+            error = sent
         self._end(error)
 
     def _end(self, error: InputError) -> None:

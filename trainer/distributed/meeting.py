@@ -319,9 +319,9 @@ def _interface(address: str) -> str | None:
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
-            asked = struct.pack("256s", name.encode()[:15])
+            request = struct.pack("256s", name.encode()[:15])
             try:
-                answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, asked)
+                answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)
             except OSError:
                 continue
             if socket.inet_ntoa(answer[20:24]) == address:

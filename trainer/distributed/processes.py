@@ -311,12 +311,12 @@ class Pooled:
         at = np.array(wanted) / 100 * (self.number - 1)
         ranks = np.concatenate([np.floor(at), np.ceil(at)])
         bits = np.sort(np.abs(self._values.double().numpy())).view(np.uint64)
-        found = np.zeros(len(ranks), np.uint64)
+        prefix = np.zeros(len(ranks), np.uint64)
         for shift in range(_BITS - _DIGIT, -1, -_DIGIT):
             digits = np.arange(1 << _DIGIT, dtype=np.uint64) << np.uint64(shift)
             last = np.uint64((1 << shift) - 1)
-            starts = np.searchsorted(bits, found[:, None] + digits, side="left")
-            ends = np.searchsorted(bits, found[:, None] + digits + last, side="right")
+            starts = np.searchsorted(bits, prefix[:, None] + digits, side="left")
+            ends = np.searchsorted(bits, prefix[:, None] + digits + last, side="right")
             assert self._accelerator is not None
             # All numbers whose leading digits are those found so far, by their next digit.
             counts = over_processes(self._accelerator, ends - starts, "sum")
@@ -327,6 +327,6 @@ class Pooled:
             )
             # From now on, ranks count among the numbers with these digits.
             ranks = ranks - before
-            found = found + digits[digit]
-        low, high = found.view(np.float64).reshape(2, -1)
+            prefix = prefix + digits[digit]
+        low, high = prefix.view(np.float64).reshape(2, -1)
         return [float(x) for x in low + (high - low) * (at - np.floor(at))]

@@ -267,8 +267,8 @@ def reconstruct(
             line = recorded.lines[progress.num_mini_batches]
             if recorded.num_iterations and not line.get("skipped"):
                 refuse_changed(recorded, part.config.data.dataset, line["global_step"])
-            made = make_update(part, step, progress, passes)
-            progress, metrics = made.progress, made.metrics
+            stepped = make_update(part, step, progress, passes)
+            progress, metrics = stepped.progress, stepped.metrics
             passes.end_update(stepped=not metrics["skipped"])
             set_threads(start_of(recorded.path, progress.global_step + 1))
             forwarded.append(Forwarded(line, iteration_of(recorded, part) | metrics))

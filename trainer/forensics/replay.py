@@ -176,8 +176,8 @@ def _paused(run: Run) -> Run:
 
     def paused(optimizer: torch.optim.Optimizer) -> Any:
         names = ("zero_grad", "param_groups")
-        kept = {name: getattr(optimizer, name) for name in names}
-        return SimpleNamespace(**kept, step=lambda: None)
+        settings = {name: getattr(optimizer, name) for name in names}
+        return SimpleNamespace(**settings, step=lambda: None)
 
     critic = run.critic_optimizer
     return dataclasses.replace(

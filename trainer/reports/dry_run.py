@@ -285,21 +285,21 @@ def _num_bytes(tensors: Iterable[Tensor]) -> int:
 
 def _activations(run: Run, num_tokens: int) -> int:
     model, settings = run.whole_policy.model, run.config.model
-    kept = _extrapolated(run, num_tokens)
+    num_bytes = _extrapolated(run, num_tokens)
     if not settings.gradient_checkpointing:
-        return kept
+        return num_bytes
     compiled = compiles(settings, run.whole_policy)
     with plain_layers():
         layer = _extrapolated(run, num_tokens) // num_layers(model)
     if not compiled:
-        return kept + layer
+        return num_bytes + layer
     if fake_mode(model):
         config = model.config.get_text_config()
         heads = config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
         width = 2 if settings.dtype == "bfloat16" else 4
-        kept += num_tokens * num_layers(model) * heads * size * width
-    return kept + round(COMPILED_SHARE * layer)
+        num_bytes += num_tokens * num_layers(model) * heads * size * width
+    return num_bytes + round(COMPILED_SHARE * layer)
 
 
 def _extrapolated(run: Run, num_tokens: int) -> int:

@@ -43,18 +43,18 @@ def estimate(
     """
     at = torch.from_numpy(batch.chains.slots)
     values = None if batch.values is None else batch.values[at].numpy().astype(np.float64)
-    own = np.arange(len(at))
+    gathered_places = np.arange(len(at))
     if advantage.by_token:
-        raw, targets, own = _along_chains(accelerator, batch, advantage, values)
+        raw, targets, gathered_places = _along_chains(accelerator, batch, advantage, values)
     else:
         raw, targets = batch.advantages.numpy()[batch.chains.slots].astype(np.float64), None
         if advantage.normalizes_batch:
-            (raw,), own = of_all_processes(accelerator, batch.chains.trajectory, [raw])
+            (raw,), gathered_places = of_all_processes(accelerator, batch.chains.trajectory, [raw])
     advantages = batch_normalize(raw) if advantage.normalizes_batch else raw
 
     def spread(per_target: FloatArray, fill: float) -> Tensor:
         tokens = torch.full((len(batch.trains),), fill)
-        tokens[at] = torch.from_numpy(per_target[own]).float()
+        tokens[at] = torch.from_numpy(per_target[gathered_places]).float()
         return tokens
 
     return dataclasses.replace(
@@ -78,10 +78,12 @@ def _along_chains(
         batch.group[batch.responses.row_of(batch.chains.slots)],
     )
     columns = [batch.chains.rewards, trajectory, group, *([] if values is None else [values])]
-    (rewards, trajectory, group, *rest), own = of_all_processes(accelerator, trajectory, columns)
+    (rewards, trajectory, group, *rest), gathered_places = of_all_processes(
+        accelerator, trajectory, columns
+    )
     estimator = bind(ADVANTAGE_ESTIMATOR, advantage)
     known = rest[0] if rest else None
-    return *advantages_of_rewards(rewards, trajectory, group, known, estimator), own
+    return *advantages_of_rewards(rewards, trajectory, group, known, estimator), gathered_places
 
 
 def advantages_of_rewards(

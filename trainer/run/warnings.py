@@ -160,8 +160,8 @@ def sampler_mismatch(run: Run, batch: Batch, forests: Sequence[Forest]) -> str |
     if over_processes(run.accelerator, [int(theirs[first.target_slot].isnan().any())], "max")[0]:
         return None
     now = policy_logprobs(run, batch, [first])
-    found = agreement((now - theirs)[first.target_slot].double(), run.accelerator)
-    before = found.get("rollout_logprobs_abs_diff_mean", 0.0)
+    differences = agreement((now - theirs)[first.target_slot].double(), run.accelerator)
+    before = differences.get("rollout_logprobs_abs_diff_mean", 0.0)
     if before <= SMALL_DIFFERENCE_NATS:
         return None
     distances = {**_misplaced(now, batch), **dict(_at_temperatures(run, batch, first))}
