@@ -171,6 +171,7 @@ def is_joined(table: pa.Table) -> BoolArray:
         return joined
     lengths = list_lengths(column)
     first = offsets_of(lengths)[:-1][lengths > 0]
+    # A row's segments come from one merge, so that the first one speaks for all.
     flags = filled(pc.struct_field(flat, JOINED), value=False)
     joined[lengths > 0] = flags[first]
     return joined
@@ -185,7 +186,7 @@ def steps_of(table: pa.Table, split: BoolArray) -> Steps:
     inside = np.arange(len(row)) - np.repeat(offsets_of(count)[:-1], count)
     segment = np.where(split[row], offsets_of(lengths)[row] + inside, -1)
     start, length = _field(column, "start"), _field(column, "length")
-    pick = np.maximum(segment, 0)
+    pick = np.maximum(segment, 0)  # any valid index for rows without segments, which do not use it
     if len(start) == 0:
         return Steps(row, np.zeros_like(row), np.full_like(row, -1), segment)
     begin = np.where(segment < 0, 0, start[pick])
@@ -208,6 +209,7 @@ def sampled_lengths(table: pa.Table) -> IntArray:
     if "segments" not in table.column_names:
         return whole
     column = table.column("segments")
+    # Sums over a row are differences of sums over all segments before its ends.
     ends = offsets_of(_field(column, "length"))[offsets_of(list_lengths(column))]
     return np.where(to_numpy(column.is_valid()), np.diff(ends), whole)
 

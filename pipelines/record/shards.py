@@ -77,7 +77,7 @@ def lock_dataset(out: str | os.PathLike[str]) -> Destination:
         with writable(where, "choose a different --out"):
             Path(out, FOLDER).mkdir(parents=True, exist_ok=True)
         remove_leftovers(Location.of(where))
-    except BaseException:
+    except BaseException:  # also an interrupt: nobody else could release it
         held.release()
         raise
     return held

@@ -159,6 +159,7 @@ class Recorded:
         """Return the call of each answer that has one, by the index of the answer."""
         options = [self._options(answer) for answer in answers]
         sessions = [{call.session for call in calls} for calls in options]
+        # Answers that only one session has tell which session an ambiguous one ("Done.") is of.
         votes = Counter(next(iter(calls)) for calls in sessions if len(calls) == 1)
         last: dict[tuple[int, int], int] = {}
         matched: dict[int, _Call] = {}
@@ -166,6 +167,7 @@ class Recorded:
             context = id(answer.conversation)
 
             def rank(call: _Call, context: int = context) -> tuple[int, bool, int]:
+                # A conversation's calls were recorded in its order, so an earlier one is a last resort.
                 before = last.get((context, call.session), -1)
                 return -votes[call.session], call.row < before, call.row
 
