@@ -58,7 +58,10 @@ PARTS = Contents(
 )
 _CALLS = Contents(
     reads={"": "id name arguments function"},
-    leaves={"kinds and places of calls": "type index"},
+    leaves={
+        "kinds, places and other names of calls": "type index call_id response_item_id",
+        "shown to the user, not sent": "view",
+    },
 )
 _CHAT = Contents(
     reads={
