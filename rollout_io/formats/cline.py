@@ -12,28 +12,31 @@
 Messages are Anthropic's; in Roo's documents of version 2, Vercel's AI SDK's. A task is a run, with those of
 the sub-agents that it started. The texts of sessions are those that Cline's CLI sends: without the
 `user_input` around the user's, and with results and files (`file`) as text. What is only shown to the user
-(`displayOnly`) is left out. Roo keeps
-what it no longer sends: a summary (`isSummary`), or a mark of a truncation, begins a context without the
-messages that name it as their parent. Lists have no system prompt; no log has tool definitions, a reward
-or token ids.
+(`displayOnly`) is left out. Both programs keep what they no longer send: `cline_requests` says what is sent.
+Cline writes which texts of a list it replaced or left out into a file beside it (`context_history.json`, see
+`src/core/context/context-management/ContextManager.ts` of its version 3); answers after the first change are lost.
+Lists have no system prompt; no log has tool definitions, a reward or token ids.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
+from rollout_io.dataset.opening import read_input
 from rollout_io.formats.base import Options, Place, Run, Trajectory, note
-from rollout_io.formats.contexts import SUMMARIES, Contexts
+from rollout_io.formats.cline_requests import Marks, Task
+from rollout_io.formats.contexts import Contexts
 from rollout_io.formats.dialects import frameworks, responses
 from rollout_io.formats.engines.records import Records, joined
 from rollout_io.formats.engines.sessions import GROUPS
 from rollout_io.formats.grammar import inner
-from rollout_io.formats.parsing.content import raw_of
+from rollout_io.formats.parsing.content import Message, bad_message, raw_of
 from rollout_io.formats.parsing.jsonl import decode_document, decode_line
 from rollout_io.formats.parsing.messages import MESSAGE, PARTS, read_messages
 from rollout_io.formats.parsing.records import read_record
@@ -54,11 +57,12 @@ _PARTS = PARTS.plus(
 _MESSAGE = MESSAGE.plus(
     inner={"message/content": _PARTS},
     reads={
-        "message": "isSummary condenseId condenseParent isTruncationMarker truncationId "
-        "truncationParent modelInfo.id modelInfo.modelId metadata.displayOnly"
+        "message": "isSummary isTruncationMarker truncationId truncationParent modelInfo.id "
+        "modelInfo.modelId metadata.displayOnly ts"
     },
     leaves={
-        "facts about a message": "message/id message/ts message/metrics message/modelInfo "
+        "names of a summary, which replaces all before it": "message/condenseId message/condenseParent",
+        "facts about a message": "message/id message/metrics message/modelInfo "
         "message/metadata reasoning/ts reasoning/id",
         "repeats the reasoning, for the API": "message/reasoning_details message/providerOptions",
     },
@@ -68,42 +72,14 @@ _LEAVES = {
     "origin.version"
 }
 SHOWN = "messages that are shown to the user only: left out"
-
-
-class _Facts(msgspec.Struct, gc=False, rename="camel"):
-    display_only: bool | None = None
-
-
-class _Marks(msgspec.Struct, gc=False, rename="camel"):
-    """What Roo says about a message that it no longer sends, or that takes the place of others."""
-
-    role: str | None = None
-    type: str | None = None
-    is_summary: bool | None = None
-    condense_id: str | None = None
-    condense_parent: str | None = None
-    is_truncation_marker: bool | None = None
-    truncation_id: str | None = None
-    truncation_parent: str | None = None
-    model_info: dict[str, Any] | None = None
-    metadata: _Facts | None = None
-
-    @property
-    def is_shown_only(self) -> bool:
-        """True for a message that the program only shows, such as an error in place of an answer."""
-        return self.metadata is not None and bool(self.metadata.display_only)
-
-    @property
-    def is_reasoning(self) -> bool:
-        """True for an item of reasoning of version 2, which precedes its answer."""
-        return self.role is None and self.type == "reasoning"
-
-    @property
-    def replaces(self) -> str | None:
-        """Name of the messages that it takes the place of; empty if they are not in the log."""
-        if self.is_summary:
-            return self.condense_id or ""
-        return (self.truncation_id or "") if self.is_truncation_marker else None
+UNSENT = "thoughts that are sent again only to models that keep them, before later answers"
+CHANGED = "answers after Cline changed or truncated earlier messages: left out"
+_CHANGES = "context_history.json"
+_UPDATES = msgspec.json.Decoder(
+    list[tuple[int, tuple[int, list[tuple[int, list[tuple[float, str, Any, Any]]]]]]]
+)
+"""Texts in place of a message's: its number and kind, number of the block, and time of each text."""
+_INTERRUPTED = "Tool execution was interrupted before a result was produced."
 
 
 _ROO_VERSION = 2
@@ -127,7 +103,7 @@ class _Document(msgspec.Struct, gc=False):
         return self.version == _ROO_VERSION and self.session_id is None
 
 
-_MARKS = msgspec.json.Decoder(_Marks)
+_MARKS = msgspec.json.Decoder(Marks)
 _DOCUMENT = msgspec.json.Decoder(_Document)
 _ANY = msgspec.json.Decoder()
 _TYPED = re.compile(r'<user_input mode="[^"]*">(.*)</user_input>', re.DOTALL)
@@ -147,50 +123,67 @@ def read(document: _Document, run: Run, _: Options) -> Trajectory:
     for i, place in enumerate(run.places):
         other = _document(place) if i else document
         name = other.origin.agent or place.where
-        _say(other, place.where, main.agent(place.where, name) if i else main)
+        _say(other, place, main.agent(place.where, name) if i else main)
     return Trajectory(steps=main.steps(), user_values={"model": main.model} if main.model else {})
 
 
-def _say(document: _Document, path: str, log: Contexts) -> None:
+def _say(document: _Document, place: Place, log: Contexts) -> None:
     log.system = document.system_prompt
-    marks_of: dict[str, _Marks] = {}
-    thought = ""
+    marks = [
+        decode_line(_MARKS, bytes(message), f"{place.where}, messages[{number}]")
+        for number, message in enumerate(document.messages)
+    ]
+    task, thought, changed = Task(log, marks), "", _changed(document, place)
     for number, message in enumerate(document.messages):
-        where = f"{path}, messages[{number}]"
-        marks = decode_line(_MARKS, bytes(message), where)
-        if marks.is_shown_only:
+        where, mark = f"{place.where}, messages[{number}]", marks[number]
+        fields: dict[str, Any] = decode_line(_ANY, bytes(message), where)
+        pieces: list[Message] = []
+        if mark.is_shown_only:
             note(SHOWN)
-            continue
-        if not document.is_roo:
-            is_typed = document.session_id is not None and marks.role == "user"
-            pieces = read_messages([_sent(message, where) if is_typed else message], where)
-        elif not marks.is_reasoning:
-            pieces = frameworks.messages([decode_line(_ANY, bytes(message), where)], where)
+        elif document.is_roo and mark.is_reasoning:
+            items = responses.messages([fields], where)
+            thought += "".join(item.get("reasoning_content", "") for item in items)
+        elif document.is_roo:
+            pieces = frameworks.messages([fields], where)
+        elif document.session_id is not None:
+            sent = _sent(message, fields) if mark.role == "user" else message
+            pieces = task.closed(number, read_messages([sent], where), where, _INTERRUPTED)
         else:
-            pieces = responses.messages([decode_line(_ANY, bytes(message), where)], where)
-            thought += "".join(piece.get("reasoning_content", "") for piece in pieces)
-            continue
+            if _is_thought(fields):
+                log.unsent_thoughts = UNSENT
+            pieces = task.joined(number, fields, where)
         if thought and pieces and pieces[0]["role"] == "assistant":
             pieces[0].setdefault("reasoning_content", thought)
             thought = ""
-        if (name := marks.replaces) is not None:
-            note(SUMMARIES, bool(marks.is_summary))
-            of = [(node, marks_of[node.key]) for node in log.path()]
-            log.replace(
-                node
-                for node, other in of
-                if not name or name not in (other.condense_parent, other.truncation_parent)
-            )
-        marks_of[where] = marks
-        log.say(pieces, where, given=bool(marks.is_summary))
+        if mark.role == "assistant" and isinstance(mark.ts, float | int) and mark.ts > changed:
+            changed = inf
+            finding = "texts of earlier messages were changed, or left out, before this answer"
+            log.lose(bad_message(where, f"{finding} ({_CHANGES})"), where, loss=CHANGED)
+        task.say(number, pieces, where)
         for key in ("id", "modelId"):
-            log.model = (marks.model_info or {}).get(key) or log.model
+            log.model = (mark.model_info or {}).get(key) or log.model
     note("reasoning without an answer, left out", bool(thought))
 
 
-def _sent(message: msgspec.Raw, where: str) -> msgspec.Raw:
+def _changed(document: _Document, place: Place) -> float:
+    """Return the time of the first change of what Cline sends of a list; infinity if there is none."""
+    path = place.path.with_name(_CHANGES)
+    if document.version is not None or not path.is_file():
+        return inf
+    history = decode_document(_UPDATES, read_input(path), str(path))
+    times = [update[0] for _, (_, blocks) in history for _, updates in blocks for update in updates]
+    return min(times, default=inf)
+
+
+def _is_thought(fields: Mapping[str, Any]) -> bool:
+    """True for an answer with thoughts as text, which Roo sends again to few models."""
+    content = fields.get("content")
+    first = content[0] if isinstance(content, list) and content else None
+    return isinstance(first, dict) and first.get("type") == "reasoning" and "text" in first
+
+
+def _sent(message: msgspec.Raw, fields: dict[str, Any]) -> msgspec.Raw:
     """Return a message of the user, or results of calls, as Cline's CLI sends it."""
-    fields: dict[str, Any] = decode_line(_ANY, bytes(message), where)
     content = fields.get("content")
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
