@@ -12,7 +12,8 @@
 Messages are Anthropic's; in Roo's documents of version 2, Vercel's AI SDK's. A task is a run, with those of
 the sub-agents that it started. The texts of sessions are those that Cline's CLI sends: without the
 `user_input` around the user's, and with results and files (`file`) as text. What is only shown to the user
-(`displayOnly`) is left out. Both programs keep what they no longer send: `cline_requests` says what is sent.
+(`displayOnly`) is left out, and so are the middles of long results. A compaction (`ID.compaction.json`) is sent in
+place of the first messages (`sdk/packages/core/src/session/models/session-compaction.ts`). Both programs keep what they no longer send: `cline_requests` says what is sent.
 Cline writes which texts of a list it replaced or left out into a file beside it (`context_history.json`, see
 `src/core/context/context-management/ContextManager.ts` of its version 3); answers after the first change are lost.
 Lists have no system prompt; no log has tool definitions, a reward or token ids.
@@ -58,7 +59,7 @@ _MESSAGE = MESSAGE.plus(
     inner={"message/content": _PARTS},
     reads={
         "message": "isSummary isTruncationMarker truncationId truncationParent modelInfo.id "
-        "modelInfo.modelId metadata.displayOnly ts"
+        "modelInfo.modelId metadata.displayOnly metadata.compaction ts"
     },
     leaves={
         "names of a summary, which replaces all before it": "message/condenseId message/condenseParent",
@@ -74,11 +75,17 @@ _LEAVES = {
 SHOWN = "messages that are shown to the user only: left out"
 UNSENT = "thoughts that are sent again only to models that keep them, before later answers"
 CHANGED = "answers after Cline changed or truncated earlier messages: left out"
+COMPACTED = "answers before the last compaction: the log does not say whether there was one before"
 _CHANGES = "context_history.json"
 _UPDATES = msgspec.json.Decoder(
     list[tuple[int, tuple[int, list[tuple[int, list[tuple[float, str, Any, Any]]]]]]]
 )
 """Texts in place of a message's: its number and kind, number of the block, and time of each text."""
+SHORTENED = (
+    "results without their middles: Cline sends 8 000 characters of a text, since CLI 3.0.28"
+)
+_MAX_RESULT, _MAX_FILE = 8_000, 50_000
+_CUT = "\n\n...[truncated {} chars]...\n\n"
 _INTERRUPTED = "Tool execution was interrupted before a result was produced."
 
 
@@ -103,8 +110,17 @@ class _Document(msgspec.Struct, gc=False):
         return self.version == _ROO_VERSION and self.session_id is None
 
 
+class _Compaction(msgspec.Struct, gc=False):
+    """What is sent in place of the first messages of a session."""
+
+    num_messages: int = msgspec.field(default=0, name="source_message_count")
+    messages: list[msgspec.Raw] = []
+    system_prompt: str | None = None
+
+
 _MARKS = msgspec.json.Decoder(Marks)
 _DOCUMENT = msgspec.json.Decoder(_Document)
+_COMPACTION = msgspec.json.Decoder(_Compaction)
 _ANY = msgspec.json.Decoder()
 _TYPED = re.compile(r'<user_input mode="[^"]*">(.*)</user_input>', re.DOTALL)
 _FILE = '<file_content path="{}">\n{}\n</file_content>'
@@ -134,10 +150,14 @@ def _say(document: _Document, place: Place, log: Contexts) -> None:
         for number, message in enumerate(document.messages)
     ]
     task, thought, changed = Task(log, marks), "", _changed(document, place)
+    compaction = _compaction(document, place)
     for number, message in enumerate(document.messages):
         where, mark = f"{place.where}, messages[{number}]", marks[number]
         fields: dict[str, Any] = decode_line(_ANY, bytes(message), where)
         pieces: list[Message] = []
+        if number == compaction.num_messages and compaction.messages:
+            note(COMPACTED, sum(other.role == "assistant" for other in marks[:number]))
+            _compact(log, compaction, place)
         if mark.is_shown_only:
             note(SHOWN)
         elif document.is_roo and mark.is_reasoning:
@@ -163,6 +183,24 @@ def _say(document: _Document, place: Place, log: Contexts) -> None:
         for key in ("id", "modelId"):
             log.model = (mark.model_info or {}).get(key) or log.model
     note("reasoning without an answer, left out", bool(thought))
+
+
+def _compaction(document: _Document, place: Place) -> _Compaction:
+    """Return the last compaction of a session, which is in a file beside it."""
+    path = place.path.with_name(f"{document.session_id}.compaction.json")
+    if document.session_id is None or not path.is_file():
+        return _Compaction()
+    return decode_document(_COMPACTION, read_input(path), str(path))
+
+
+def _compact(log: Contexts, compaction: _Compaction, place: Place) -> None:
+    log.replace()
+    log.system = compaction.system_prompt or log.system
+    for number, message in enumerate(compaction.messages):
+        where = f"{place.where}, messages[{number}] of its compaction"
+        fields: dict[str, Any] = decode_line(_ANY, bytes(message), where)
+        sent = _sent(message, fields) if fields.get("role") == "user" else message
+        log.say(read_messages([sent], where), where, given=True)
 
 
 def _changed(document: _Document, place: Place) -> float:
@@ -200,10 +238,37 @@ def _sent_part(part: Any) -> Any:
         typed = _TYPED.fullmatch(text)
         return part if typed is None else part | {"text": typed[1]}
     if kind == "file" and isinstance(content, str):
-        return {"type": "text", "text": _FILE.format(part.get("path"), content)}
-    if kind == "tool_result" and isinstance(content, list) and not all(map(_is_part, content)):
-        return part | {"content": msgspec.json.encode(content).decode()}
-    return part
+        text = _FILE.format(part.get("path"), _shortened(content, _MAX_FILE))
+        return {"type": "text", "text": text}
+    if kind != "tool_result":
+        return part
+    shortened = _shortened(content, _MAX_RESULT)
+    note(SHORTENED, shortened != content)
+    if isinstance(shortened, list) and not all(map(_is_part, shortened)):
+        shortened = msgspec.json.encode(shortened).decode()
+    return part | {"content": shortened}
+
+
+def _shortened(value: Any, num_units: int) -> Any:
+    """Return a value whose texts lack their middles if they are longer than Cline sends them."""
+    if isinstance(value, list):
+        return [_shortened(item, num_units) for item in value]
+    if isinstance(value, dict) and value.get("type") != "image":
+        return {name: _shortened(item, num_units) for name, item in value.items()}
+    units = value.encode("utf-16-le") if isinstance(value, str) else b""
+    length = len(units) // 2  # as JavaScript counts
+    if length <= num_units:
+        return value
+    num_each, cut = 0, ""
+    removed = length - num_units
+    for _ in range(2):  # the length of the mark depends on the number in it
+        cut = _CUT.format(removed)
+        num_each = (num_units - len(cut)) // 2
+        removed = length - 2 * num_each
+    return "".join(
+        part.decode("utf-16-le", "replace")
+        for part in (units[: 2 * num_each], cut.encode("utf-16-le"), units[-2 * num_each :])
+    )
 
 
 def _is_part(value: Any) -> bool:

@@ -44,6 +44,7 @@ _MISSING = "result missing"
 
 class _Facts(msgspec.Struct, gc=False, rename="camel"):
     display_only: bool | None = None
+    compaction: str | None = None
 
 
 class Marks(msgspec.Struct, gc=False, rename="camel"):
@@ -63,6 +64,11 @@ class Marks(msgspec.Struct, gc=False, rename="camel"):
     def is_shown_only(self) -> bool:
         """True for a message that the program only shows, such as an error in place of an answer."""
         return self.metadata is not None and bool(self.metadata.display_only)
+
+    @property
+    def is_kept(self) -> bool:
+        """True for a message that Cline's compaction kept, behind a summary of what was before it."""
+        return self.metadata is not None and self.metadata.compaction is not None
 
     @property
     def is_reasoning(self) -> bool:
@@ -105,6 +111,7 @@ class Task:
     is_condensed: bool = False
 
     def __post_init__(self) -> None:
+        self.unclear |= {number for number, mark in enumerate(self.marks) if mark.is_kept}
         for number, mark in enumerate(self.marks):
             last, num_unclear = number, 0
             if mark.is_summary and mark.role == "assistant":

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rollout_io.formats.cline import ADAPTER, CHANGED, SHOWN, UNSENT
+from rollout_io.formats.cline import ADAPTER, CHANGED, COMPACTED, SHORTENED, SHOWN, UNSENT
 from rollout_io.formats.cline_requests import ORPHANS, UNCLEAR, WRITTEN
 from rollout_io.formats.contexts import SUMMARIES
 from rollout_io.formats.detect import load_formats, recognize
@@ -274,6 +274,50 @@ def test_results_and_files_in_a_session_are_sent_as_text(tmp_path):
     results = [m["content"] for m in step.messages if m["role"] == "tool"]
     assert results == [json.dumps(outputs, separators=(",", ":"), ensure_ascii=False), "abc"]
     assert (found.unread, found.notes) == ({}, {})
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+def test_a_long_result_of_a_session_is_sent_without_its_middle(is_list, tmp_path):
+    long = "a" * 5_000 + "é😀" * 5_000 + "b" * 5_000
+    content = [{"query": "cat f", "result": long, "success": True}] if is_list else long
+    history = [said("user", typed(long)), TASK[1], said("user", RESULT | {"content": content})]
+    found = read_one(save(tmp_path / "a.messages.json", cli("a", *history, TASK[3])))[1]
+    (step,) = found.steps
+    sent = json.loads(contents(step)[2])[0]["result"] if is_list else contents(step)[2]
+    # JavaScript counts 😀 twice: 25 000 units, of which the program keeps 3 983 on either side.
+    assert sent == "a" * 3_983 + "\n\n...[truncated 17034 chars]...\n\n" + "b" * 3_983
+    assert (contents(step)[0], found.notes) == (long, {SHORTENED: 1})
+
+
+def test_a_compaction_beside_a_session_takes_the_place_of_the_messages_that_it_counts(tmp_path):
+    history = [m | {"content": m["content"][0]["text"]} for m in turns("Go.", "One.", "b", "Two.")]
+    compacted = {
+        "version": 1,
+        "updated_at": "2026-07-17T02:04:41.983Z",
+        "source_message_count": 2,
+        "system_prompt": "Be brief.",
+        "messages": [
+            said("user", typed("Go."), metadata={"kind": "compaction"}),
+            said("assistant", "1", metadata={"compaction": "preserved"}),
+        ],
+    }
+    save(tmp_path / "a.compaction.json", compacted)
+    path = save(tmp_path / "a.messages.json", cli("a", *history, system_prompt="You help."))
+    found = read_one(path)[1]
+    assert [(contents(step), step.num_given) for step in found.steps] == [
+        (["You help.", "Go.", "One."], 0),
+        (["Be brief.", "Go.", "1", "b", "Two."], 3),
+    ]
+    assert (found.notes, found.unread) == ({COMPACTED: 1}, {})
+
+
+def test_an_answer_that_a_compaction_kept_in_a_session_does_not_train(tmp_path):
+    kept = said("assistant", "1", metadata={"compaction": "preserved"})
+    history = [said("user", "Go."), kept, *turns("b", "Two.")]
+    found = read_one(save(tmp_path / "a.messages.json", cli("a", *history)))[1]
+    (step,) = found.steps
+    assert (contents(step), step.num_given) == (["Go.", "1", "b", "Two."], 2)
+    assert found.notes == {UNCLEAR: 1}
 
 
 def test_sub_agents_belong_to_the_run_of_their_session_and_errors_do_not_train(tmp_path):
