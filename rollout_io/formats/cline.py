@@ -11,18 +11,22 @@
 
 Messages are Anthropic's; in Roo's documents of version 2, Vercel's AI SDK's. A task is a run, with those of
 the sub-agents that it started. The texts of sessions are those that Cline's CLI sends: without the
-`user_input` around the user's, and with results and files (`file`) as text. What is only shown to the user
-(`displayOnly`) is left out, and so are the middles of long results. A compaction (`ID.compaction.json`) is sent in
-place of the first messages (`sdk/packages/core/src/session/models/session-compaction.ts`). Both programs keep what they no longer send: `cline_requests` says what is sent.
-Cline writes which texts of a list it replaced or left out into a file beside it (`context_history.json`, see
-`src/core/context/context-management/ContextManager.ts` of its version 3); answers after the first change are lost.
+`user_input` around the user's, with results and files (`file`) as text, and without the middles of long
+results. What is only shown to the user (`displayOnly`) is left out. Both programs keep what they no longer
+send: `cline_requests` says what is sent. Files beside a task say more, if they are there:
+
+- `ID.compaction.json`: what is sent in place of the first messages of a session
+  (`sdk/packages/core/src/session/models/session-compaction.ts`).
+- `context_history.json`: when Cline replaced or left out messages of a list (`ContextManager.ts`, until
+  version 3); answers after the first time are lost, because what was left out is not in these files.
+
 Lists have no system prompt; no log has tool definitions, a reward or token ids.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import inf
 from pathlib import Path
 from typing import Annotated, Any
@@ -163,15 +167,14 @@ def _say(document: _Document, place: Place, log: Contexts) -> None:
         elif document.is_roo and mark.is_reasoning:
             items = responses.messages([fields], where)
             thought += "".join(item.get("reasoning_content", "") for item in items)
-        elif document.is_roo:
-            pieces = frameworks.messages([fields], where)
         elif document.session_id is not None:
             sent = _sent(message, fields) if mark.role == "user" else message
             pieces = task.closed(number, read_messages([sent], where), where, _INTERRUPTED)
         else:
-            if _is_thought(fields):
+            if not document.is_roo and _is_thought(fields):
                 log.unsent_thoughts = UNSENT
-            pieces = task.joined(number, fields, where)
+            reads = frameworks.messages if document.is_roo else _plain
+            pieces = task.joined(number, fields, where, reads)
         if thought and pieces and pieces[0]["role"] == "assistant":
             pieces[0].setdefault("reasoning_content", thought)
             thought = ""
@@ -211,6 +214,10 @@ def _changed(document: _Document, place: Place) -> float:
     history = decode_document(_UPDATES, read_input(path), str(path))
     times = [update[0] for _, (_, blocks) in history for _, updates in blocks for update in updates]
     return min(times, default=inf)
+
+
+def _plain(messages: Iterable[Mapping[str, Any]], where: str) -> list[Message]:
+    return read_messages(map(raw_of, messages), where)
 
 
 def _is_thought(fields: Mapping[str, Any]) -> bool:

@@ -16,7 +16,7 @@ until version 3, `sdk/packages/core/src/session/services/message-builder.ts` sin
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +24,7 @@ import msgspec
 
 from rollout_io.formats.base import note
 from rollout_io.formats.contexts import SUMMARIES, Contexts
-from rollout_io.formats.parsing.content import Message, raw_of
-from rollout_io.formats.parsing.messages import read_messages
+from rollout_io.formats.parsing.content import Message
 
 UNCLEAR = (
     "answers near a summary or a truncation, whose context is not in the log: part of the prompt"
@@ -151,18 +150,24 @@ class Task:
             node = node.before
         return [piece for piece in pieces if piece["role"] != "tool"]
 
-    def joined(self, number: int, fields: dict[str, Any], where: str) -> list[Message]:
-        """Return a message of a list; the user's takes the place of the one that it continues."""
+    def joined(
+        self,
+        number: int,
+        fields: dict[str, Any],
+        where: str,
+        reads: Callable[[list[dict[str, Any]], str], list[Message]],
+    ) -> list[Message]:
+        """Read a message; the user's takes the place of the one that it continues."""
         mark = self.marks[number]
         content = fields.get("content")
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if mark.role != "user" or not isinstance(blocks, list):
             self.user = None
-            return read_messages([raw_of(fields)], where)
+            return reads([fields], where)
         self.is_joined = self.user is not None and not mark.is_mark
         blocks = [*(self.user or ()), *blocks] if self.is_joined else blocks
         self.user = None if mark.is_truncation_marker else blocks
-        pieces = read_messages([raw_of(fields | {"content": blocks})], where)
+        pieces = reads([fields | {"content": blocks}], where)
         return pieces if self.is_joined else self.closed(number, pieces, where, _MISSING)
 
     def say(self, number: int, pieces: list[Message], where: str) -> None:

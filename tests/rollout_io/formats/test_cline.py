@@ -197,6 +197,12 @@ def test_answers_that_the_program_wrote_or_broke_off_do_not_train(written, tmp_p
     assert (step.num_given, found.notes) == (2, {WRITTEN: 1})
 
 
+def test_consecutive_messages_of_the_user_in_version_2_are_one(tmp_path):
+    document = {"version": 2, "messages": [*SECOND[:3], *turns("b"), *turns("c", "Done.")]}
+    (step,) = read_one(save(tmp_path / "1" / "history.json", document))[1].steps
+    assert contents(step)[1:] == ["Look.", "abc", "b\nc", "Done."]
+
+
 def test_consecutive_messages_of_the_user_are_one(tmp_path):
     history = [said("user", "Go."), TASK[1], said("user", RESULT), said("user", "b")]
     found = of_roo(tmp_path, *history, said("user") | {"content": "c"}, *turns("d", "Done."))
