@@ -200,7 +200,7 @@ class Task:
     def _begin(self, at: int) -> None:
         """Begin the context with a summary, or with the mark of a truncation."""
         mark = self.marks[at]
-        path = [(self.numbers[node.key], node) for node in self.log.path()]
+        path = [(self.numbers.get(node.key, -1), node) for node in self.log.path()]
         if mark.is_summary:
             note(SUMMARIES)
             self.is_condensed = True
