@@ -11,29 +11,37 @@
 
 Messages are Anthropic's; in Roo's documents of version 2, Vercel's AI SDK's. A task is a run, with those of
 the sub-agents that it started. The texts of sessions are those that Cline's CLI sends: without the
-`user_input` around the user's, and with results and files (`file`) as text. What is only shown to the user
-(`displayOnly`) is left out. Roo keeps
-what it no longer sends: a summary (`isSummary`), or a mark of a truncation, begins a context without the
-messages that name it as their parent. Lists have no system prompt; no log has tool definitions, a reward
-or token ids.
+`user_input` around the user's, with results and files (`file`) as text, and without the middles of long
+results. What is only shown to the user (`displayOnly`) is left out. Both programs keep what they no longer
+send: `cline_requests` says what is sent. Files beside a task say more, if they are there:
+
+- `ID.compaction.json`: what is sent in place of the first messages of a session
+  (`sdk/packages/core/src/session/models/session-compaction.ts`).
+- `context_history.json`: when Cline replaced or left out messages of a list (`ContextManager.ts`, until
+  version 3); answers after the first time are lost, because what was left out is not in these files.
+
+Lists have no system prompt; no log has tool definitions, a reward or token ids.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
+from rollout_io.dataset.opening import read_input
 from rollout_io.formats.base import Options, Place, Run, Trajectory, note
-from rollout_io.formats.contexts import SUMMARIES, Contexts
+from rollout_io.formats.cline_requests import Marks, Task
+from rollout_io.formats.contexts import Contexts
 from rollout_io.formats.dialects import frameworks, responses
 from rollout_io.formats.engines.records import Records, joined
 from rollout_io.formats.engines.sessions import GROUPS
 from rollout_io.formats.grammar import inner
-from rollout_io.formats.parsing.content import raw_of
+from rollout_io.formats.parsing.content import Message, bad_message, raw_of
 from rollout_io.formats.parsing.jsonl import decode_document, decode_line
 from rollout_io.formats.parsing.messages import MESSAGE, PARTS, read_messages
 from rollout_io.formats.parsing.records import read_record
@@ -54,11 +62,12 @@ _PARTS = PARTS.plus(
 _MESSAGE = MESSAGE.plus(
     inner={"message/content": _PARTS},
     reads={
-        "message": "isSummary condenseId condenseParent isTruncationMarker truncationId "
-        "truncationParent modelInfo.id modelInfo.modelId metadata.displayOnly"
+        "message": "isSummary isTruncationMarker truncationId truncationParent modelInfo.id "
+        "modelInfo.modelId metadata.displayOnly metadata.compaction ts"
     },
     leaves={
-        "facts about a message": "message/id message/ts message/metrics message/modelInfo "
+        "names of a summary, which replaces all before it": "message/condenseId message/condenseParent",
+        "facts about a message": "message/id message/metrics message/modelInfo "
         "message/metadata reasoning/ts reasoning/id",
         "repeats the reasoning, for the API": "message/reasoning_details message/providerOptions",
     },
@@ -68,42 +77,20 @@ _LEAVES = {
     "origin.version"
 }
 SHOWN = "messages that are shown to the user only: left out"
-
-
-class _Facts(msgspec.Struct, gc=False, rename="camel"):
-    display_only: bool | None = None
-
-
-class _Marks(msgspec.Struct, gc=False, rename="camel"):
-    """What Roo says about a message that it no longer sends, or that takes the place of others."""
-
-    role: str | None = None
-    type: str | None = None
-    is_summary: bool | None = None
-    condense_id: str | None = None
-    condense_parent: str | None = None
-    is_truncation_marker: bool | None = None
-    truncation_id: str | None = None
-    truncation_parent: str | None = None
-    model_info: dict[str, Any] | None = None
-    metadata: _Facts | None = None
-
-    @property
-    def is_shown_only(self) -> bool:
-        """True for a message that the program only shows, such as an error in place of an answer."""
-        return self.metadata is not None and bool(self.metadata.display_only)
-
-    @property
-    def is_reasoning(self) -> bool:
-        """True for an item of reasoning of version 2, which precedes its answer."""
-        return self.role is None and self.type == "reasoning"
-
-    @property
-    def replaces(self) -> str | None:
-        """Name of the messages that it takes the place of; empty if they are not in the log."""
-        if self.is_summary:
-            return self.condense_id or ""
-        return (self.truncation_id or "") if self.is_truncation_marker else None
+UNSENT = "thoughts that are sent again only to models that keep them, before later answers"
+CHANGED = "answers after Cline changed or truncated earlier messages: left out"
+COMPACTED = "answers before the last compaction: the log does not say whether there was one before"
+_CHANGES = "context_history.json"
+_UPDATES = msgspec.json.Decoder(
+    list[tuple[int, tuple[int, list[tuple[int, list[tuple[float, str, Any, Any]]]]]]]
+)
+"""Texts in place of a message's: its number and kind, number of the block, and time of each text."""
+SHORTENED = (
+    "results without their middles: Cline sends 8 000 characters of a text, since CLI 3.0.28"
+)
+_MAX_RESULT, _MAX_FILE = 8_000, 50_000
+_CUT = "\n\n...[truncated {} chars]...\n\n"
+_INTERRUPTED = "Tool execution was interrupted before a result was produced."
 
 
 _ROO_VERSION = 2
@@ -127,8 +114,17 @@ class _Document(msgspec.Struct, gc=False):
         return self.version == _ROO_VERSION and self.session_id is None
 
 
-_MARKS = msgspec.json.Decoder(_Marks)
+class _Compaction(msgspec.Struct, gc=False):
+    """What is sent in place of the first messages of a session."""
+
+    num_messages: int = msgspec.field(default=0, name="source_message_count")
+    messages: list[msgspec.Raw] = []
+    system_prompt: str | None = None
+
+
+_MARKS = msgspec.json.Decoder(Marks)
 _DOCUMENT = msgspec.json.Decoder(_Document)
+_COMPACTION = msgspec.json.Decoder(_Compaction)
 _ANY = msgspec.json.Decoder()
 _TYPED = re.compile(r'<user_input mode="[^"]*">(.*)</user_input>', re.DOTALL)
 _FILE = '<file_content path="{}">\n{}\n</file_content>'
@@ -147,50 +143,92 @@ def read(document: _Document, run: Run, _: Options) -> Trajectory:
     for i, place in enumerate(run.places):
         other = _document(place) if i else document
         name = other.origin.agent or place.where
-        _say(other, place.where, main.agent(place.where, name) if i else main)
+        _say(other, place, main.agent(place.where, name) if i else main)
     return Trajectory(steps=main.steps(), user_values={"model": main.model} if main.model else {})
 
 
-def _say(document: _Document, path: str, log: Contexts) -> None:
+def _say(document: _Document, place: Place, log: Contexts) -> None:
     log.system = document.system_prompt
-    marks_of: dict[str, _Marks] = {}
-    thought = ""
+    marks = [
+        decode_line(_MARKS, bytes(message), f"{place.where}, messages[{number}]")
+        for number, message in enumerate(document.messages)
+    ]
+    task, thought, changed = Task(log, marks), "", _changed(document, place)
+    compaction = _compaction(document, place)
     for number, message in enumerate(document.messages):
-        where = f"{path}, messages[{number}]"
-        marks = decode_line(_MARKS, bytes(message), where)
-        if marks.is_shown_only:
+        where, mark = f"{place.where}, messages[{number}]", marks[number]
+        fields: dict[str, Any] = decode_line(_ANY, bytes(message), where)
+        pieces: list[Message] = []
+        if number == compaction.num_messages and compaction.messages:
+            note(COMPACTED, sum(other.role == "assistant" for other in marks[:number]))
+            _compact(log, compaction, place)
+        if mark.is_shown_only:
             note(SHOWN)
-            continue
-        if not document.is_roo:
-            is_typed = document.session_id is not None and marks.role == "user"
-            pieces = read_messages([_sent(message, where) if is_typed else message], where)
-        elif not marks.is_reasoning:
-            pieces = frameworks.messages([decode_line(_ANY, bytes(message), where)], where)
+        elif document.is_roo and mark.is_reasoning:
+            items = responses.messages([fields], where)
+            thought += "".join(item.get("reasoning_content", "") for item in items)
+        elif document.session_id is not None:
+            sent = _sent(message, fields) if mark.role == "user" else message
+            pieces = task.closed(number, read_messages([sent], where), where, _INTERRUPTED)
         else:
-            pieces = responses.messages([decode_line(_ANY, bytes(message), where)], where)
-            thought += "".join(piece.get("reasoning_content", "") for piece in pieces)
-            continue
+            if not document.is_roo and _is_thought(fields):
+                log.unsent_thoughts = UNSENT
+            reads = frameworks.messages if document.is_roo else _plain
+            pieces = task.joined(number, fields, where, reads)
         if thought and pieces and pieces[0]["role"] == "assistant":
             pieces[0].setdefault("reasoning_content", thought)
             thought = ""
-        if (name := marks.replaces) is not None:
-            note(SUMMARIES, bool(marks.is_summary))
-            of = [(node, marks_of[node.key]) for node in log.path()]
-            log.replace(
-                node
-                for node, other in of
-                if not name or name not in (other.condense_parent, other.truncation_parent)
-            )
-        marks_of[where] = marks
-        log.say(pieces, where, given=bool(marks.is_summary))
+        if mark.role == "assistant" and isinstance(mark.ts, float | int) and mark.ts > changed:
+            changed = inf
+            finding = "texts of earlier messages were changed, or left out, before this answer"
+            log.lose(bad_message(where, f"{finding} ({_CHANGES})"), where, loss=CHANGED)
+        task.say(number, pieces, where)
         for key in ("id", "modelId"):
-            log.model = (marks.model_info or {}).get(key) or log.model
+            log.model = (mark.model_info or {}).get(key) or log.model
     note("reasoning without an answer, left out", bool(thought))
 
 
-def _sent(message: msgspec.Raw, where: str) -> msgspec.Raw:
+def _compaction(document: _Document, place: Place) -> _Compaction:
+    """Return the last compaction of a session, which is in a file beside it."""
+    path = place.path.with_name(f"{document.session_id}.compaction.json")
+    if document.session_id is None or not path.is_file():
+        return _Compaction()
+    return decode_document(_COMPACTION, read_input(path), str(path))
+
+
+def _compact(log: Contexts, compaction: _Compaction, place: Place) -> None:
+    log.replace()
+    log.system = compaction.system_prompt or log.system
+    for number, message in enumerate(compaction.messages):
+        where = f"{place.where}, messages[{number}] of its compaction"
+        fields: dict[str, Any] = decode_line(_ANY, bytes(message), where)
+        sent = _sent(message, fields) if fields.get("role") == "user" else message
+        log.say(read_messages([sent], where), where, given=True)
+
+
+def _changed(document: _Document, place: Place) -> float:
+    """Return the time of the first change of what Cline sends of a list; infinity if there is none."""
+    path = place.path.with_name(_CHANGES)
+    if document.version is not None or not path.is_file():
+        return inf
+    history = decode_document(_UPDATES, read_input(path), str(path))
+    times = [update[0] for _, (_, blocks) in history for _, updates in blocks for update in updates]
+    return min(times, default=inf)
+
+
+def _plain(messages: Iterable[Mapping[str, Any]], where: str) -> list[Message]:
+    return read_messages(map(raw_of, messages), where)
+
+
+def _is_thought(fields: Mapping[str, Any]) -> bool:
+    """True for an answer with thoughts as text, which Roo sends again to few models."""
+    content = fields.get("content")
+    first = content[0] if isinstance(content, list) and content else None
+    return isinstance(first, dict) and first.get("type") == "reasoning" and "text" in first
+
+
+def _sent(message: msgspec.Raw, fields: dict[str, Any]) -> msgspec.Raw:
     """Return a message of the user, or results of calls, as Cline's CLI sends it."""
-    fields: dict[str, Any] = decode_line(_ANY, bytes(message), where)
     content = fields.get("content")
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
@@ -207,10 +245,37 @@ def _sent_part(part: Any) -> Any:
         typed = _TYPED.fullmatch(text)
         return part if typed is None else part | {"text": typed[1]}
     if kind == "file" and isinstance(content, str):
-        return {"type": "text", "text": _FILE.format(part.get("path"), content)}
-    if kind == "tool_result" and isinstance(content, list) and not all(map(_is_part, content)):
-        return part | {"content": msgspec.json.encode(content).decode()}
-    return part
+        text = _FILE.format(part.get("path"), _shortened(content, _MAX_FILE))
+        return {"type": "text", "text": text}
+    if kind != "tool_result":
+        return part
+    shortened = _shortened(content, _MAX_RESULT)
+    note(SHORTENED, shortened != content)
+    if isinstance(shortened, list) and not all(map(_is_part, shortened)):
+        shortened = msgspec.json.encode(shortened).decode()
+    return part | {"content": shortened}
+
+
+def _shortened(value: Any, num_units: int) -> Any:
+    """Return a value whose texts lack their middles if they are longer than Cline sends them."""
+    if isinstance(value, list):
+        return [_shortened(item, num_units) for item in value]
+    if isinstance(value, dict) and value.get("type") != "image":
+        return {name: _shortened(item, num_units) for name, item in value.items()}
+    units = value.encode("utf-16-le") if isinstance(value, str) else b""
+    length = len(units) // 2  # as JavaScript counts
+    if length <= num_units:
+        return value
+    num_each, cut = 0, ""
+    removed = length - num_units
+    for _ in range(2):  # the length of the mark depends on the number in it
+        cut = _CUT.format(removed)
+        num_each = (num_units - len(cut)) // 2
+        removed = length - 2 * num_each
+    return "".join(
+        part.decode("utf-16-le", "replace")
+        for part in (units[: 2 * num_each], cut.encode("utf-16-le"), units[-2 * num_each :])
+    )
 
 
 def _is_part(value: Any) -> bool:

@@ -559,16 +559,19 @@ EXACT_FORMATS = {
 }
 """The same for formats that hold ids too, here without them."""
 
-SYSTEM_IS_USER = ("claude_code", "cline", "cursor", "droid", "gemini_cli", "gemini_cli, lines")
+SYSTEM_IS_USER = ("claude_code", "cursor", "droid", "gemini_cli", "gemini_cli, lines")
 SYSTEM_IS_USER += ("qwen_code",)
 
 
+NO_SYSTEM = ("cline",)
 TEXT_ALONE = ("trl",)
 ANSWERS_JOIN = ("codex_cli", "nemo_gym")
 
 
 def as_logged(name, messages):
-    """The messages as a format has them: a system's may be a user's, calls may be left out."""
+    """The messages as a format has them: a system's may be a user's or left out, calls too."""
+    if name in NO_SYSTEM:
+        messages = [m for m in messages if m["role"] != "system"]
     if name in SYSTEM_IS_USER:
         messages = [m | {"role": m["role"].replace("system", "user")} for m in messages]
     if name in TEXT_ALONE:

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from rollout_io.formats.cline import ADAPTER, SHOWN
+from rollout_io.formats.cline import ADAPTER, CHANGED, COMPACTED, SHORTENED, SHOWN, UNSENT
+from rollout_io.formats.cline_requests import ORPHANS, UNCLEAR, WRITTEN
 from rollout_io.formats.contexts import SUMMARIES
 from rollout_io.formats.detect import load_formats, recognize
 from tests.helpers.adapter_helpers import read_all
@@ -105,31 +106,140 @@ def test_reasoning_of_version_2_without_an_answer_is_counted(tmp_path):
     assert found.notes == {"reasoning without an answer, left out": 1}
 
 
-def test_a_summary_or_a_truncation_begins_a_context_without_what_it_replaces(tmp_path):
+def of_roo(tmp_path, *messages):
+    """What is read of a list with the messages of Roo."""
+    return read_one(save(tmp_path / "1" / "api_conversation_history.json", [*messages]))[1]
+
+
+def turns(*texts, **fields):
+    """Messages of the user and answers by turns, the user's first."""
+    return [said(("user", "assistant")[i % 2], t, **fields) for i, t in enumerate(texts)]
+
+
+def test_a_summary_of_roo_replaces_all_before_it_and_the_users_next_message_continues_it(tmp_path):
     history = [
-        said("user", "Go.", condenseParent="c"),
-        said("assistant", "One.", condenseParent="c"),
+        *turns("Go.", "One.", condenseParent="c"),
+        *turns("Rest.", "Odd."),
         said("user", "In short.", isSummary=True, condenseId="c"),
         said("user", "On."),
-        said("assistant", "Two.", truncationParent="t"),
-        said("user", "Some were removed.", isTruncationMarker=True, truncationId="t"),
-        said("assistant", "Three."),
+        said("assistant", "Two."),
     ]
-    found = read_one(save(tmp_path / "1" / "api_conversation_history.json", history))[1]
+    found = of_roo(tmp_path, *history)
     assert [contents(step) for step in found.steps] == [
-        ["Go.", "One."],
-        ["In short.", "On.", "Two."],
-        ["In short.", "On.", "Some were removed.", "Three."],
+        ["Go.", "One.", "Rest.", "Odd."],
+        ["In short.\nOn.", "Two."],
+    ]
+    assert (found.notes, found.unread) == ({SUMMARIES: 1}, {})
+
+
+def test_a_summary_that_is_an_answer_follows_the_first_message_and_the_last_three_follow_it(
+    tmp_path,
+):
+    history = [
+        *turns("Go.", "One.", "a", "Two."),
+        said("assistant", "In short.", isSummary=True, condenseId="c"),
+        *turns("b", "Three.", "c", "Four.", "d", "Five."),
+    ]
+    found = of_roo(tmp_path, *history)
+    assert [(contents(step), step.num_given) for step in found.steps] == [
+        (["Go.", "One.", "a", "Two.", "b", "Three.", "c"], 0),
+        (["Go.", "In short.", "b", "Three.", "c", "Four.", "d", "Five."], 4),
     ]
     assert found.notes == {SUMMARIES: 1}
 
 
-def test_a_summary_whose_messages_are_gone_is_context_alone(tmp_path):
+def test_answers_behind_a_summary_whose_messages_are_gone_are_given_if_it_kept_them(tmp_path):
     history = [said("user", "Go."), said("assistant", "In short.", isSummary=True)]
-    history += [said("user", "On."), said("assistant", "Two.")]
-    found = read_one(save(tmp_path / "1" / "api_conversation_history.json", history))[1]
+    found = of_roo(tmp_path, *history, *turns("a", "Two.", "b", "Three."))
     (step,) = found.steps
-    assert (contents(step), step.num_given) == (["Go.", "In short.", "On.", "Two."], 2)
+    assert contents(step) == ["Go.", "In short.", "a", "Two.", "b", "Three."]
+    assert (step.num_given, found.notes) == (4, {SUMMARIES: 1, UNCLEAR: 1})
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_truncation_of_roo_hides_messages_only_from_answers_after_it(is_first, tmp_path):
+    mark = said(
+        "assistant" if is_first else "user", "Cut.", isTruncationMarker=True, truncationId="t"
+    )
+    hidden = turns("b", "Two.", truncationParent="t")[::-1]
+    kept = turns("Three.", "c", "Four.", "d", "Five.")
+    kept = [m | {"role": "user" if m["content"][0]["text"] in "cd" else "assistant"} for m in kept]
+    before = [mark, *hidden] if is_first else [*hidden, mark]
+    found = of_roo(tmp_path, said("user", "Go."), *before, *kept)
+    cut = ["Go.", "Cut.", "Three.", "c", "Four.", "d", "Five."]
+    assert [(contents(step), step.num_given) for step in found.steps] == [
+        (["Go.", "Two.", "b", "Three.", "c"], 0),
+        (cut, 5),
+    ]
+    assert found.notes == {UNCLEAR: 1}
+
+
+def test_results_whose_calls_a_summary_replaced_are_not_sent(tmp_path):
+    history = [said("user", "Go."), TASK[1]]
+    history += [said("user", "In short.", isSummary=True, condenseId="c")]
+    found = of_roo(tmp_path, *history, said("user", RESULT), said("assistant", "So."))
+    assert contents(found.steps[-1]) == ["In short.", "So."]
+    assert found.notes == {SUMMARIES: 1, ORPHANS: 1}
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "Failure: I did not provide a response.",
+        "I look\n\n[Response interrupted by user]",
+        "[Response interrupted by a tool use result. Only one tool may be used at a time and "
+        "should be placed at the end of the message.]",
+    ],
+)
+def test_answers_that_the_program_wrote_or_broke_off_do_not_train(written, tmp_path):
+    found = of_roo(tmp_path, *turns("Go.", written, "On.", "Done [Response interrupted by]. Yes."))
+    (step,) = found.steps
+    assert (step.num_given, found.notes) == (2, {WRITTEN: 1})
+
+
+def test_consecutive_messages_of_the_user_in_version_2_are_one(tmp_path):
+    document = {"version": 2, "messages": [*SECOND[:3], *turns("b"), *turns("c", "Done.")]}
+    (step,) = read_one(save(tmp_path / "1" / "history.json", document))[1].steps
+    assert contents(step)[1:] == ["Look.", "abc", "b\nc", "Done."]
+
+
+def test_consecutive_messages_of_the_user_are_one(tmp_path):
+    history = [said("user", "Go."), TASK[1], said("user", RESULT), said("user", "b")]
+    found = of_roo(tmp_path, *history, said("user") | {"content": "c"}, *turns("d", "Done."))
+    (step,) = found.steps
+    assert contents(step) == ["Go.", "Look.", "abc", "b\nc\nd", "Done."]
+
+
+@pytest.mark.parametrize("is_session", [False, True])
+def test_a_call_without_a_result_has_the_one_that_the_program_sends(is_session, tmp_path):
+    other = CALL | {"id": "u"}
+    history = [said("user", "Go."), said("assistant", CALL, other), said("user", RESULT, "On.")]
+    history += [said("assistant", "Done.")]
+    if is_session:
+        found = read_one(save(tmp_path / "a.messages.json", cli("a", *history)))[1]
+    else:
+        found = of_roo(tmp_path, *history)
+    (step,) = found.steps
+    missing = "Tool execution was interrupted before a result was produced."
+    results = ["abc", missing if is_session else "result missing"]
+    assert contents(step)[2:] == [*results, "On.", "Done."]
+    assert [m.get("tool_call_id") for m in step.messages[2:4]] == ["t", "u"]
+
+
+def test_thoughts_that_roo_may_not_send_again_are_counted(tmp_path):
+    history = turns("Go.", "One.", "On.", "Two.")
+    history[1]["content"].insert(0, {"type": "reasoning", "text": "Hm.", "summary": []})
+    found = of_roo(tmp_path, *history)
+    assert (found.notes, found.unread) == ({UNSENT: 1}, {})
+
+
+def test_answers_after_cline_changed_earlier_messages_are_left_out(tmp_path):
+    history = [m | {"ts": 10 + i} for i, m in enumerate(turns("Go.", "One.", "a", "Two."))]
+    notice = [12, "text", ["[NOTE] Some were removed."], []]
+    save(tmp_path / "1" / "context_history.json", [[1, [0, [[0, [notice]]]]]])
+    found = of_roo(tmp_path, *history, *turns("b", "Three."))
+    assert [contents(step) for step in found.steps] == [["Go.", "One.", "a"]]
+    assert found.notes == {CHANGED: 2}
 
 
 def cli(name, *messages, **fields):
@@ -170,6 +280,50 @@ def test_results_and_files_in_a_session_are_sent_as_text(tmp_path):
     results = [m["content"] for m in step.messages if m["role"] == "tool"]
     assert results == [json.dumps(outputs, separators=(",", ":"), ensure_ascii=False), "abc"]
     assert (found.unread, found.notes) == ({}, {})
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+def test_a_long_result_of_a_session_is_sent_without_its_middle(is_list, tmp_path):
+    long = "a" * 5_000 + "é😀" * 5_000 + "b" * 5_000
+    content = [{"query": "cat f", "result": long, "success": True}] if is_list else long
+    history = [said("user", typed(long)), TASK[1], said("user", RESULT | {"content": content})]
+    found = read_one(save(tmp_path / "a.messages.json", cli("a", *history, TASK[3])))[1]
+    (step,) = found.steps
+    sent = json.loads(contents(step)[2])[0]["result"] if is_list else contents(step)[2]
+    # JavaScript counts 😀 twice: 25 000 units, of which the program keeps 3 983 on either side.
+    assert sent == "a" * 3_983 + "\n\n...[truncated 17034 chars]...\n\n" + "b" * 3_983
+    assert (contents(step)[0], found.notes) == (long, {SHORTENED: 1})
+
+
+def test_a_compaction_beside_a_session_takes_the_place_of_the_messages_that_it_counts(tmp_path):
+    history = [m | {"content": m["content"][0]["text"]} for m in turns("Go.", "One.", "b", "Two.")]
+    compacted = {
+        "version": 1,
+        "updated_at": "2026-07-17T02:04:41.983Z",
+        "source_message_count": 2,
+        "system_prompt": "Be brief.",
+        "messages": [
+            said("user", typed("Go."), metadata={"kind": "compaction"}),
+            said("assistant", "1", metadata={"compaction": "preserved"}),
+        ],
+    }
+    save(tmp_path / "a.compaction.json", compacted)
+    path = save(tmp_path / "a.messages.json", cli("a", *history, system_prompt="You help."))
+    found = read_one(path)[1]
+    assert [(contents(step), step.num_given) for step in found.steps] == [
+        (["You help.", "Go.", "One."], 0),
+        (["Be brief.", "Go.", "1", "b", "Two."], 3),
+    ]
+    assert (found.notes, found.unread) == ({COMPACTED: 1}, {})
+
+
+def test_an_answer_that_a_compaction_kept_in_a_session_does_not_train(tmp_path):
+    kept = said("assistant", "1", metadata={"compaction": "preserved"})
+    history = [said("user", "Go."), kept, *turns("b", "Two.")]
+    found = read_one(save(tmp_path / "a.messages.json", cli("a", *history)))[1]
+    (step,) = found.steps
+    assert (contents(step), step.num_given) == (["Go.", "1", "b", "Two."], 2)
+    assert found.notes == {UNCLEAR: 1}
 
 
 def test_sub_agents_belong_to_the_run_of_their_session_and_errors_do_not_train(tmp_path):
