@@ -45,26 +45,37 @@ from rollout_io.formats.parsing.records import read_record
 NO_PARENT = (
     "compressed sessions whose parent is not in the log: kept answers are not told from new ones"
 )
+NOT_SENT = "messages with a role that Hermes does not send: left out"
+NOT_SAMPLED = "answers that no call ended (no `finish_reason`): interrupted, or the program's: part of the prompt"
+_ROLES = {"system", "user", "assistant", "tool", "function", "developer"}
+NO_OLD = "compressed sessions without the messages before the compression: kept answers are part of the prompt"
 _SUMMARY = ("[CONTEXT COMPACTION", "[CONTEXT SUMMARY")
+_MERGED = "[END OF PRIOR CONTEXT — COMPACTION SUMMARY BELOW]"
+"""What stands before a summary that was written behind the text of the first message that was kept."""
+_INSERTED_S = 1e-5
+"""Messages that a compression writes in its own session are a microsecond apart; others took a call, or
+a transaction of the store."""
 _NUM_SUMMARIES = 2
 """Most messages of a compression that are no copies."""
 _COMPRESSION = "compression"
 _FACTS = frozenset({"started_at", "ended_at", "archived"})
 _MESSAGE = MESSAGE.plus(
-    reads={"message": "compacted"},
+    reads={"message": "compacted api_content finish_reason timestamp"},
     leaves={
         "repeats the name of a call": "message/tool_name",
-        "names and times of messages": "message/session_id message/timestamp "
-        "message/platform_message_id message/observed",
+        "names of messages": "message/session_id message/platform_message_id message/observed",
+        "facts about a message": "message/token_count message/effect_disposition",
         "repeats the reasoning and the text, for the API": "message/reasoning_details "
         "message/codex_reasoning_items message/codex_message_items",
     },
 )
 _LEAVES = {
-    "settings of the harness": "model model_config source cwd user_id platform chat_id",
+    "settings of the harness": "model model_config source cwd user_id platform chat_id session_key "
+    "chat_type thread_id origin_json git_branch git_repo_root profile_name expiry_finalized "
+    "compression_failure_cooldown_until compression_failure_error compression_fallback_streak",
     "facts about the session that are shown to the user": "title billing_provider "
     "billing_base_url billing_mode cost_status cost_source pricing_version handoff_state "
-    "handoff_platform handoff_error",
+    "handoff_platform handoff_error display_name",
 }
 
 
@@ -91,8 +102,12 @@ class Session(Line, kw_only=True):
 
 
 class _State(msgspec.Struct, gc=False):
+    role: str
     active: bool | int | None = None
     compacted: bool | int | None = None
+    api_content: str | None = None
+    finish_reason: str | None = None
+    timestamp: float | None = None
 
 
 class _Row(NamedTuple):
@@ -100,21 +115,33 @@ class _Row(NamedTuple):
 
     Attributes:
         is_old: True if a later compression took its place.
+        is_sampled: False if it is no answer, or none that a call ended.
+        time_s: When it was written, in seconds; None if unknown.
     """
 
     message: Message
     where: str
     is_old: bool
+    is_sampled: bool = False
+    time_s: float | None = None
 
     @property
     def is_summary(self) -> bool:
         """True if a compression wrote it, by what it says at its start."""
-        return str(self.message["content"]).startswith(_SUMMARY)
+        content = self.message["content"]
+        parts = (
+            [content] if isinstance(content, str) else [p.get("text", "") for p in content or ()]
+        )
+        text = "\n".join(parts)
+        return text.rpartition(_MERGED)[2].lstrip().startswith(_SUMMARY)
 
     @property
     def name(self) -> Any:
-        """What a copy of it has too; the result of a call may have been shortened."""
+        """What a copy of it has too: arguments and results of calls may have been shortened."""
+        calls = [call.get("id") for call in self.message.get("tool_calls", ())]
         call = self.message.get("tool_call_id")
+        if all(calls) and calls:
+            return ("calls", calls)
         return ("tool", call) if call else self.message
 
 
@@ -133,17 +160,36 @@ def _name(session: Session) -> str:
 
 
 def _rows(session: Session, where: str) -> list[_Row]:
-    """Return the messages of a session, without those that were taken back."""
+    """Return the messages of a session as they are sent, without those that were taken back."""
+    states = [
+        decode_line(_STATE, bytes(raw), f"{where}, messages[{i}]")
+        for i, raw in enumerate(session.messages)
+    ]
+    has_reasons = any(state.finish_reason for state in states)
     rows = list[_Row]()
-    for i, raw in enumerate(session.messages):
+    for i, (raw, state) in enumerate(zip(session.messages, states, strict=True)):
         place = f"{where}, messages[{i}]"
-        state = decode_line(_STATE, bytes(raw), place)
         is_active = state.active is None or bool(state.active)
-        if is_active or state.compacted:
-            rows.append(_Row(read_message(raw, place), place, not is_active))
-        else:
+        if not is_active and not state.compacted:
             note(INACTIVE)
+        elif state.role not in _ROLES:
+            note(NOT_SENT)
+        else:
+            is_sampled = state.role == "assistant" and (
+                state.finish_reason is not None or not has_reasons
+            )
+            message = _sent(read_message(raw, place), state)
+            rows.append(_Row(message, place, not is_active, is_sampled, state.timestamp))
     return rows
+
+
+def _sent(message: Message, state: _State) -> Message:
+    """Return a message as Hermes sends it: with what it added, and without space around it."""
+    content = message["content"]
+    if state.api_content and state.role in {"user", "assistant"}:
+        content = state.api_content
+    is_text = isinstance(content, str) and state.role != "assistant"
+    return message | {"content": content.strip() if is_text else content}
 
 
 def _parts(rows: Iterable[_Row], *, is_continued: bool) -> list[list[_Row]]:
@@ -174,6 +220,20 @@ def _num_repeated(rows: Sequence[_Row]) -> int:
     names = [row.name for row in rows]
     sizes = range(len(names) // 2, 0, -1)
     return next((size for size in sizes if names[:size] == names[-size:]), 0)
+
+
+def _num_inserted(rows: Sequence[_Row]) -> int:
+    """Return the number of messages up to the last summary and the copies behind it, by their times."""
+    count = max((i + 1 for i, row in enumerate(rows) if row.is_summary), default=0)
+    if not count or rows[count - 1].time_s is None:
+        return count
+    summary_s = end_s = rows[count - 1].time_s or 0.0
+    for row in rows[count:]:
+        if row.time_s is None or summary_s <= row.time_s > end_s + _INSERTED_S:
+            break
+        end_s = max(end_s, row.time_s)
+        count += 1
+    return count
 
 
 def _num_written(rows: Sequence[_Row], before: Sequence[_Row], *, is_compressed: bool) -> int:
@@ -232,17 +292,21 @@ def read(session: Session, run: Run, _: Options) -> Trajectory:
         parent = other.parent_session_id
         before, is_compressed = ends.get(parent or "", ([], False))
         for part in _parts(rows, is_continued=parent is not None):
-            num_written = _num_written(part, before, is_compressed=is_compressed)
-            if not before and parent is not None:
+            num_written = num_inserted = _num_inserted(part)
+            if before:
                 num_written = max(
-                    (n + 1 for n, row in enumerate(part) if row.is_summary), default=0
+                    num_written, _num_written(part, before, is_compressed=is_compressed)
                 )
-                note(NO_PARENT, num_written > 0)
+            else:
+                note(NO_OLD if parent is None else NO_PARENT, num_inserted > 0)
             note(SUMMARIES, any(row.is_summary for row in part[:num_written]))
             log.replace()
             log.say(system, place.where)
             for n, row in enumerate(part):
-                log.say([row.message], row.where, given=n < num_written)
+                given: bool | str = n < num_written
+                if not given and row.message["role"] == "assistant" and not row.is_sampled:
+                    given = NOT_SAMPLED
+                log.say([row.message], row.where, given=given)
             before, is_compressed = part, True
         ends[_name(other)] = before, other.end_reason == _COMPRESSION
     trajectory = trajectory_of(session, run, log.steps())

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_io.formats.contexts import SUMMARIES
-from rollout_io.formats.hermes import ADAPTER, NO_PARENT
+from rollout_io.formats.hermes import ADAPTER, NO_OLD, NO_PARENT, NOT_SAMPLED, NOT_SENT
 from rollout_io.formats.parsing.messages import INACTIVE
 from schemas.messages import is_answer
 from tests.helpers.adapter_helpers import read_all, write_lines
@@ -137,3 +137,55 @@ def test_a_compressed_session_without_its_parent_gives_the_summary_and_says_so()
     ((_, found),) = read_logged(session("b", [*turn(0), summary, *turn(1)], "a"))
     assert found.notes == {NO_PARENT: 1, SUMMARIES: 1}
     assert [text for text, _ in trained(found)] == ["call 1", "answer 1"]
+
+
+def inserted(messages, second):
+    """What a compression writes in its own session: messages a microsecond apart."""
+    return [
+        message | {"timestamp": second + i * 1e-6, "finish_reason": "stop"}
+        for i, message in enumerate(messages)
+    ]
+
+
+def test_a_session_compressed_in_place_without_its_old_messages_trains_what_came_after():
+    written = [turn(0)[0], {"role": "assistant", "content": SUMMARY}, *turn(1)]
+    written = inserted(written, 2e9)
+    written[2] |= {"timestamp": 1.9e9}  # the user's messages have their own time
+    ((_, found),) = read_logged(session("a", [*written, *inserted(turn(2), 2.1e9)]))
+    assert found.notes == {NO_OLD: 1, SUMMARIES: 1}
+    assert [text for text, _ in trained(found)] == ["call 2", "answer 2"]
+
+
+def test_a_summary_behind_the_text_of_a_kept_answer_and_shortened_arguments_are_no_answers():
+    merged = (
+        "[PRIOR CONTEXT \u2014 for reference only; not a new message]\nanswer 0\n\n"
+        f"[END OF PRIOR CONTEXT \u2014 COMPACTION SUMMARY BELOW]\n\n{SUMMARY}"
+    )
+    short = turn(0)[1]
+    short["tool_calls"][0]["function"] |= {"arguments": '{"path": "..."}'}
+    head = [turn(0)[0], short, turn(0)[2]]
+    child = [*head, {"role": "assistant", "content": merged}, *turn(1)]
+    ((_, found),) = read_logged(session("a", turn(0), end="compression"), session("b", child, "a"))
+    assert [text for text, _ in trained(found)] == ["call 0", "answer 0", "call 1", "answer 1"]
+    assert found.notes == {SUMMARIES: 1}
+
+
+def test_messages_have_the_text_that_was_sent_and_others_are_left_out():
+    question, *rest = turn(0)
+    rest[1] |= {"content": " result 0\n"}
+    sent = "question 0\n\n<memory-context>It rains.</memory-context>"
+    other = {"role": "session_meta", "content": "{}"}
+    messages = [question | {"api_content": sent, "token_count": None}, other, *rest]
+    ((_, found),) = read_logged(session("a", messages, display_name="Sums"))
+    (step,) = found.steps
+    assert texts(step.messages) == [SYSTEM["content"], sent, "call 0", "result 0", "answer 0"]
+    assert (found.notes, found.unread) == ({NOT_SENT: 1}, {})
+
+
+def test_an_answer_that_no_call_ended_is_part_of_the_prompt():
+    first, second = inserted(turn(0), 2e9), inserted(turn(1), 2.1e9)
+    first[3] |= {"finish_reason": None}
+    ((_, found),) = read_logged(session("a", [*first, *second]))
+    assert [text for text, _ in trained(found)] == ["call 0", "call 1", "answer 1"]
+    assert "answer 0" in texts(found.steps[-1].messages)
+    assert found.notes == {NOT_SAMPLED: 1}
