@@ -20,7 +20,7 @@ no token ids.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -37,9 +37,9 @@ from rollout_io.formats.chats import (
 from rollout_io.formats.contexts import SUMMARIES, Contexts
 from rollout_io.formats.engines.records import Records, is_object_with, joined
 from rollout_io.formats.grammar import inner
-from rollout_io.formats.parsing.content import NO_JSON, Message
+from rollout_io.formats.parsing.content import NO_JSON, Message, known
 from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.messages import INACTIVE, MESSAGE, openai_tools, read_message
+from rollout_io.formats.parsing.messages import CALLS, INACTIVE, MESSAGE, openai_tools, read_message
 from rollout_io.formats.parsing.records import read_record
 
 NO_PARENT = (
@@ -48,6 +48,12 @@ NO_PARENT = (
 NOT_SENT = "messages with a role that Hermes does not send: left out"
 NOT_SAMPLED = "answers that no call ended (no `finish_reason`): interrupted, or the program's: part of the prompt"
 _ROLES = {"system", "user", "assistant", "tool", "function", "developer"}
+ORPHANS = "results without a call before them, which Hermes does not send: left out"
+UNANSWERED = "calls without a result, for which Hermes sends one"
+ASKED = "answers that the program asked for in words that are not in the log: part of the prompt"
+_NO_RESULT = "[Result unavailable — see context summary above]"
+_CANDIDATES = {"verification_required", "verify_hook_continue"}
+"""Ends of answers that the next one replaces."""
 NO_OLD = "compressed sessions without the messages before the compression: kept answers are part of the prompt"
 _SUMMARY = ("[CONTEXT COMPACTION", "[CONTEXT SUMMARY")
 _MERGED = "[END OF PRIOR CONTEXT — COMPACTION SUMMARY BELOW]"
@@ -59,6 +65,9 @@ _NUM_SUMMARIES = 2
 """Most messages of a compression that are no copies."""
 _COMPRESSION = "compression"
 _FACTS = frozenset({"started_at", "ended_at", "archived"})
+_OF_CALLS = {
+    "names of calls, and signatures, for the API": "call_id response_item_id extra_content"
+}
 _MESSAGE = MESSAGE.plus(
     reads={"message": "compacted api_content finish_reason timestamp"},
     leaves={
@@ -68,6 +77,7 @@ _MESSAGE = MESSAGE.plus(
         "repeats the reasoning and the text, for the API": "message/reasoning_details "
         "message/codex_reasoning_items message/codex_message_items",
     },
+    inner={"message/tool_calls": CALLS.plus(leaves=_OF_CALLS)},
 )
 _LEAVES = {
     "settings of the harness": "model model_config source cwd user_id platform chat_id session_key "
@@ -108,6 +118,14 @@ class _State(msgspec.Struct, gc=False):
     api_content: str | None = None
     finish_reason: str | None = None
     timestamp: float | None = None
+    codex_reasoning_items: Any = None
+    codex_message_items: Any = None
+
+    @property
+    def is_interim(self) -> bool:
+        """True if the answer is never merged with one beside it."""
+        has_items = bool(self.codex_reasoning_items or self.codex_message_items)
+        return has_items or self.finish_reason == "incomplete"
 
 
 class _Row(NamedTuple):
@@ -115,15 +133,29 @@ class _Row(NamedTuple):
 
     Attributes:
         is_old: True if a later compression took its place.
-        is_sampled: False if it is no answer, or none that a call ended.
-        time_s: When it was written, in seconds; None if unknown.
+        state: Its other fields.
+        given: Why an answer is part of the prompt; None: it is not.
+        back: How many messages before it are not in the requests after it.
     """
 
     message: Message
     where: str
     is_old: bool
-    is_sampled: bool = False
-    time_s: float | None = None
+    state: _State
+    given: str | None = None
+    back: int = 0
+
+    @property
+    def role(self) -> str:
+        """Its role."""
+        return str(self.message["role"])
+
+    @property
+    def is_thought(self) -> bool:
+        """True if it is an answer of thoughts alone, which is not sent again."""
+        message = self.message
+        is_empty = not message.get("tool_calls") and not message["content"]
+        return self.role == "assistant" and is_empty and not self.state.is_interim
 
     @property
     def is_summary(self) -> bool:
@@ -175,11 +207,10 @@ def _rows(session: Session, where: str) -> list[_Row]:
         elif state.role not in _ROLES:
             note(NOT_SENT)
         else:
-            is_sampled = state.role == "assistant" and (
-                state.finish_reason is not None or not has_reasons
-            )
+            is_sampled = state.finish_reason is not None or not has_reasons
+            given = None if is_sampled or state.role != "assistant" else NOT_SAMPLED
             message = _sent(read_message(raw, place), state)
-            rows.append(_Row(message, place, not is_active, is_sampled, state.timestamp))
+            rows.append(_Row(message, place, not is_active, state, given))
     return rows
 
 
@@ -207,12 +238,94 @@ def _parts(rows: Iterable[_Row], *, is_continued: bool) -> list[list[_Row]]:
             is_before_summary = not row.is_summary
             continue
         if row.is_summary and row.is_old and part and not part[-1].is_summary:
-            if not is_before_summary:
+            if not is_before_summary and not _is_head(part, parts):
                 num_head = _num_repeated(part)
                 parts[-1:] = [part[: len(part) - num_head], part[len(part) - num_head :]]
             is_before_summary = False
         parts[-1].append(row)
     return [part for part in parts if part]
+
+
+def _answered(rows: Sequence[_Row]) -> Iterator[_Row]:
+    """Yield messages without results of no call, and with one for each call that is followed."""
+    results = {row.message.get("tool_call_id") for row in rows if row.role == "tool"}
+    open_calls = set[Any]()
+    for i, row in enumerate(rows):
+        if row.role == "tool":
+            call_id = row.message.get("tool_call_id")
+            if call_id and call_id not in open_calls:
+                note(ORPHANS)
+                continue
+            open_calls.discard(call_id)
+        yield row
+        if row.role == "user":
+            open_calls.clear()
+        if row.role != "assistant":
+            continue
+        open_calls = {call.get("id") for call in row.message.get("tool_calls", ())} - {None}
+        for call_id in sorted(open_calls - results) if i + 1 < len(rows) else ():
+            note(UNANSWERED)
+            result = {"role": "tool", "content": _NO_RESULT, "tool_call_id": call_id}
+            yield row._replace(message=result, given=None)
+
+
+def _repaired(rows: Iterable[_Row]) -> tuple[list[_Row], list[_Row]]:
+    """Return messages so that roles take turns in each request, and those of a request after them.
+
+    An answer behind an answer takes its place in later requests, or is merged with it: the program had
+    asked for it in words that are not in the log.
+    """
+    sent, live, is_asked = list[_Row](), list[_Row](), False
+    for row in rows:
+        last = live[-1] if live else None
+        if row.role == "user":
+            is_asked = False
+        if last is not None and last.is_thought and row.role != "assistant":
+            live.pop()
+            row = row._replace(back=1)
+            last = live[-1] if live else None
+        if last is not None and _is_merged(last, row):
+            live.pop()
+            is_asked = is_asked or row.role == "assistant"
+            if row.role == "user" and not row.back:
+                row = row._replace(back=sent.pop().back)
+            else:
+                row = row._replace(back=row.back + 1)
+            if last.state.finish_reason not in _CANDIDATES:
+                row = row._replace(message=_merged(last.message, row.message))
+        if is_asked and row.role == "assistant":
+            row = row._replace(given=row.given or ASKED)
+        sent.append(row)
+        live.append(row._replace(back=0))
+    return sent, live
+
+
+def _is_merged(last: _Row, row: _Row) -> bool:
+    """True if two messages become one in later requests."""
+    if last.role != row.role or last.is_summary or row.is_summary:
+        return False
+    if row.role == "assistant":
+        return not (last.state.is_interim or row.state.is_interim)
+    contents = (last.message["content"], row.message["content"])
+    return row.role == "user" and all(isinstance(content, str) for content in contents)
+
+
+def _merged(last: Message, message: Message) -> Message:
+    """Return two messages of one role as one."""
+    is_answer = message["role"] == "assistant"
+    contents = [other["content"] for other in (last, message)]
+    content = next((content for content in contents if content), "")
+    if all(isinstance(content, str) for content in contents):
+        texts = [text.strip() if is_answer else text for text in contents]
+        content = ("\n" if is_answer else "\n\n").join(text for text in texts if text)
+    calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
+    return {**message, **last, "content": content, **known({"tool_calls": calls or None})}
+
+
+def _is_head(part: Sequence[_Row], parts: Sequence[Sequence[_Row]]) -> bool:
+    """True if the last of some parts is no more than the beginning of the one before it."""
+    before = parts[-2][: len(part)] if len(parts) > 1 else []
+    return [row.name for row in part] == [row.name for row in before]
 
 
 def _num_repeated(rows: Sequence[_Row]) -> int:
@@ -222,18 +335,26 @@ def _num_repeated(rows: Sequence[_Row]) -> int:
     return next((size for size in sizes if names[:size] == names[-size:]), 0)
 
 
+def _num_summarized(rows: Sequence[_Row]) -> int:
+    """Return the number of messages up to the last summary."""
+    return max((i + 1 for i, row in enumerate(rows) if row.is_summary), default=0)
+
+
 def _num_inserted(rows: Sequence[_Row]) -> int:
-    """Return the number of messages up to the last summary and the copies behind it, by their times."""
-    count = max((i + 1 for i, row in enumerate(rows) if row.is_summary), default=0)
-    if not count or rows[count - 1].time_s is None:
-        return count
-    summary_s = end_s = rows[count - 1].time_s or 0.0
-    for row in rows[count:]:
-        if row.time_s is None or summary_s <= row.time_s > end_s + _INSERTED_S:
-            break
-        end_s = max(end_s, row.time_s)
-        count += 1
-    return count
+    """Return how many copies a compression wrote behind a summary, by their times.
+
+    Args:
+        rows: The summary, and what follows it.
+    """
+    times_s = [row.state.timestamp for row in rows]
+    first_s = end_s = times_s[0]
+    if first_s is None or end_s is None:
+        return 0
+    for count, time_s in enumerate(times_s[1:]):
+        if time_s is None or first_s <= time_s > end_s + _INSERTED_S:
+            return count
+        end_s = max(end_s, time_s)
+    return len(rows) - 1
 
 
 def _num_written(rows: Sequence[_Row], before: Sequence[_Row], *, is_compressed: bool) -> int:
@@ -291,23 +412,23 @@ def read(session: Session, run: Run, _: Options) -> Trajectory:
         system = system_of(other, (row.message for row in rows), place.where)
         parent = other.parent_session_id
         before, is_compressed = ends.get(parent or "", ([], False))
-        for part in _parts(rows, is_continued=parent is not None):
-            num_written = num_inserted = _num_inserted(part)
+        for logged in _parts(rows, is_continued=parent is not None):
+            part, live = _repaired(_answered(logged))
+            num_written = _num_summarized(part)
             if before:
-                num_written = max(
-                    num_written, _num_written(part, before, is_compressed=is_compressed)
-                )
-            else:
-                note(NO_OLD if parent is None else NO_PARENT, num_inserted > 0)
+                num_repeated = _num_written(part, before, is_compressed=is_compressed)
+                num_written = max(num_written, num_repeated)
+            elif num_written:
+                note(NO_OLD if parent is None else NO_PARENT)
+                num_written += _num_inserted(part[num_written - 1 :])
             note(SUMMARIES, any(row.is_summary for row in part[:num_written]))
             log.replace()
             log.say(system, place.where)
             for n, row in enumerate(part):
-                given: bool | str = n < num_written
-                if not given and row.message["role"] == "assistant" and not row.is_sampled:
-                    given = NOT_SAMPLED
-                log.say([row.message], row.where, given=given)
-            before, is_compressed = part, True
+                if row.back:
+                    log.rewind(log.path()[-row.back].before)
+                log.say([row.message], row.where, given=n < num_written or row.given or False)
+            before, is_compressed = live, True
         ends[_name(other)] = before, other.end_reason == _COMPRESSION
     trajectory = trajectory_of(session, run, log.steps())
     totals = dict(trajectory.metrics)

@@ -77,6 +77,16 @@ def compressions(draw):
     return [*made, None], draw(st.booleans())
 
 
+def bounded(live, num_head, num_tail):
+    """The messages at the head and the tail that Hermes keeps: calls with their results."""
+    while num_head < len(live) and live[num_head]["role"] == "tool":
+        num_head += 1
+    start = max(len(live) - num_tail, num_head)
+    while start < len(live) and live[start]["role"] == "tool":
+        start -= 1
+    return live[:num_head], live[start:]
+
+
 @given(compressions())
 def test_answers_train_once_whatever_was_compressed_in_place_or_into_children(drawn):
     turns, is_in_place = drawn
@@ -91,7 +101,7 @@ def test_answers_train_once_whatever_was_compressed_in_place_or_into_children(dr
         if kept is None:
             continue
         num_head, num_tail, role = kept
-        head, tail = live[:num_head], live[len(live) - num_tail :]
+        head, tail = bounded(live, num_head, num_tail)
         live = [*head, {"role": role, "content": f"{SUMMARY} {number}"}, *tail]
         if is_in_place:
             rows = [row | {"active": 0, "compacted": 1} for row in rows]
