@@ -14,14 +14,15 @@ of the prompt; the answers before it train in the context in which they were sam
                 (compacted)                                 1 2 S 5 6 7, of which 7 is new
 
 So are the messages of its parent with which a branch begins. Messages that are neither `active` nor
-`compacted` were taken back by the user and are left out. The log has no tool definitions, no reward and
-no token ids.
+`compacted` were taken back by the user and are left out. The messages of a request are those of
+`hermes_requests`; compressions are those of Hermes 0.19 (`agent/context_compressor.py`), whose export has
+active messages alone. The log has no tool definitions, no reward and no token ids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Annotated
 
 import msgspec
 
@@ -37,27 +38,24 @@ from rollout_io.formats.chats import (
 from rollout_io.formats.contexts import SUMMARIES, Contexts
 from rollout_io.formats.engines.records import Records, is_object_with, joined
 from rollout_io.formats.grammar import inner
-from rollout_io.formats.parsing.content import NO_JSON, Message, known
+from rollout_io.formats.hermes_requests import (
+    HERMES_MESSAGE,
+    THOUGHTS,
+    Row,
+    answered,
+    repaired,
+    rows_of,
+    sends_thoughts,
+)
+from rollout_io.formats.parsing.content import NO_JSON
 from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.messages import CALLS, INACTIVE, MESSAGE, openai_tools, read_message
+from rollout_io.formats.parsing.messages import openai_tools
 from rollout_io.formats.parsing.records import read_record
 
 NO_PARENT = (
     "compressed sessions whose parent is not in the log: kept answers are not told from new ones"
 )
-NOT_SENT = "messages with a role that Hermes does not send: left out"
-NOT_SAMPLED = "answers that no call ended (no `finish_reason`): interrupted, or the program's: part of the prompt"
-_ROLES = {"system", "user", "assistant", "tool", "function", "developer"}
-ORPHANS = "results without a call before them, which Hermes does not send: left out"
-UNANSWERED = "calls without a result, for which Hermes sends one"
-ASKED = "answers that the program asked for in words that are not in the log: part of the prompt"
-_NO_RESULT = "[Result unavailable — see context summary above]"
-_CANDIDATES = {"verification_required", "verify_hook_continue"}
-"""Ends of answers that the next one replaces."""
 NO_OLD = "compressed sessions without the messages before the compression: kept answers are part of the prompt"
-_SUMMARY = ("[CONTEXT COMPACTION", "[CONTEXT SUMMARY")
-_MERGED = "[END OF PRIOR CONTEXT — COMPACTION SUMMARY BELOW]"
-"""What stands before a summary that was written behind the text of the first message that was kept."""
 _INSERTED_S = 1e-5
 """Messages that a compression writes in its own session are a microsecond apart; others took a call, or
 a transaction of the store."""
@@ -65,26 +63,12 @@ _NUM_SUMMARIES = 2
 """Most messages of a compression that are no copies."""
 _COMPRESSION = "compression"
 _FACTS = frozenset({"started_at", "ended_at", "archived"})
-_OF_CALLS = {
-    "names of calls, and signatures, for the API": "call_id response_item_id extra_content"
-}
-_MESSAGE = MESSAGE.plus(
-    reads={"message": "compacted api_content finish_reason timestamp"},
-    leaves={
-        "repeats the name of a call": "message/tool_name",
-        "names of messages": "message/session_id message/platform_message_id message/observed",
-        "facts about a message": "message/token_count message/effect_disposition",
-        "repeats the reasoning and the text, for the API": "message/reasoning_details "
-        "message/codex_reasoning_items message/codex_message_items",
-    },
-    inner={"message/tool_calls": CALLS.plus(leaves=_OF_CALLS)},
-)
 _LEAVES = {
-    "settings of the harness": "model model_config source cwd user_id platform chat_id session_key "
+    "settings of the harness": "model_config source cwd user_id platform chat_id session_key "
     "chat_type thread_id origin_json git_branch git_repo_root profile_name expiry_finalized "
     "compression_failure_cooldown_until compression_failure_error compression_fallback_streak",
-    "facts about the session that are shown to the user": "title billing_provider "
-    "billing_base_url billing_mode cost_status cost_source pricing_version handoff_state "
+    "facts about the session that are shown to the user": "title "
+    "billing_mode cost_status cost_source pricing_version handoff_state "
     "handoff_platform handoff_error display_name",
 }
 
@@ -92,10 +76,13 @@ _LEAVES = {
 class Session(Line, kw_only=True):
     """A session, whose numbers become metrics."""
 
-    messages: Annotated[list[msgspec.Raw], inner(_MESSAGE)]
+    messages: Annotated[list[msgspec.Raw], inner(HERMES_MESSAGE)]
     message_count: int
     parent_session_id: str | None = None
     end_reason: str | None = None
+    model: str | None = None
+    billing_provider: str | None = None
+    billing_base_url: str | None = None
     tool_call_count: msgspec.Raw = NO_JSON
     api_call_count: msgspec.Raw = NO_JSON
     rewind_count: msgspec.Raw = NO_JSON
@@ -111,73 +98,6 @@ class Session(Line, kw_only=True):
     ended_at: msgspec.Raw = NO_JSON
 
 
-class _State(msgspec.Struct, gc=False):
-    role: str
-    active: bool | int | None = None
-    compacted: bool | int | None = None
-    api_content: str | None = None
-    finish_reason: str | None = None
-    timestamp: float | None = None
-    codex_reasoning_items: Any = None
-    codex_message_items: Any = None
-
-    @property
-    def is_interim(self) -> bool:
-        """True if the answer is never merged with one beside it."""
-        has_items = bool(self.codex_reasoning_items or self.codex_message_items)
-        return has_items or self.finish_reason == "incomplete"
-
-
-class _Row(NamedTuple):
-    """A message.
-
-    Attributes:
-        is_old: True if a later compression took its place.
-        state: Its other fields.
-        given: Why an answer is part of the prompt; None: it is not.
-        back: How many messages before it are not in the requests after it.
-    """
-
-    message: Message
-    where: str
-    is_old: bool
-    state: _State
-    given: str | None = None
-    back: int = 0
-
-    @property
-    def role(self) -> str:
-        """Its role."""
-        return str(self.message["role"])
-
-    @property
-    def is_thought(self) -> bool:
-        """True if it is an answer of thoughts alone, which is not sent again."""
-        message = self.message
-        is_empty = not message.get("tool_calls") and not message["content"]
-        return self.role == "assistant" and is_empty and not self.state.is_interim
-
-    @property
-    def is_summary(self) -> bool:
-        """True if a compression wrote it, by what it says at its start."""
-        content = self.message["content"]
-        parts = (
-            [content] if isinstance(content, str) else [p.get("text", "") for p in content or ()]
-        )
-        text = "\n".join(parts)
-        return text.rpartition(_MERGED)[2].lstrip().startswith(_SUMMARY)
-
-    @property
-    def name(self) -> Any:
-        """What a copy of it has too: arguments and results of calls may have been shortened."""
-        calls = [call.get("id") for call in self.message.get("tool_calls", ())]
-        call = self.message.get("tool_call_id")
-        if all(calls) and calls:
-            return ("calls", calls)
-        return ("tool", call) if call else self.message
-
-
-_STATE = msgspec.json.Decoder(_State)
 _SESSION = msgspec.json.Decoder(Session)
 _NAME = msgspec.json.Decoder(str | int | None)
 
@@ -191,46 +111,14 @@ def _name(session: Session) -> str:
     return str(_NAME.decode(session.id))
 
 
-def _rows(session: Session, where: str) -> list[_Row]:
-    """Return the messages of a session as they are sent, without those that were taken back."""
-    states = [
-        decode_line(_STATE, bytes(raw), f"{where}, messages[{i}]")
-        for i, raw in enumerate(session.messages)
-    ]
-    has_reasons = any(state.finish_reason for state in states)
-    rows = list[_Row]()
-    for i, (raw, state) in enumerate(zip(session.messages, states, strict=True)):
-        place = f"{where}, messages[{i}]"
-        is_active = state.active is None or bool(state.active)
-        if not is_active and not state.compacted:
-            note(INACTIVE)
-        elif state.role not in _ROLES:
-            note(NOT_SENT)
-        else:
-            is_sampled = state.finish_reason is not None or not has_reasons
-            given = None if is_sampled or state.role != "assistant" else NOT_SAMPLED
-            message = _sent(read_message(raw, place), state)
-            rows.append(_Row(message, place, not is_active, state, given))
-    return rows
-
-
-def _sent(message: Message, state: _State) -> Message:
-    """Return a message as Hermes sends it: with what it added, and without space around it."""
-    content = message["content"]
-    if state.api_content and state.role in {"user", "assistant"}:
-        content = state.api_content
-    is_text = isinstance(content, str) and state.role != "assistant"
-    return message | {"content": content.strip() if is_text else content}
-
-
-def _parts(rows: Iterable[_Row], *, is_continued: bool) -> list[list[_Row]]:
+def _parts(rows: Iterable[Row], *, is_continued: bool) -> list[list[Row]]:
     """Divide the messages of a session at its compressions: each part begins with what one wrote.
 
     Args:
         rows: The messages.
         is_continued: True if the first part begins with what a compression wrote, too.
     """
-    parts, is_before_summary = [list[_Row]()], is_continued
+    parts, is_before_summary = [list[Row]()], is_continued
     for row in rows:
         part = parts[-1]
         if part and part[-1].is_old and not row.is_old:
@@ -246,101 +134,25 @@ def _parts(rows: Iterable[_Row], *, is_continued: bool) -> list[list[_Row]]:
     return [part for part in parts if part]
 
 
-def _answered(rows: Sequence[_Row]) -> Iterator[_Row]:
-    """Yield messages without results of no call, and with one for each call that is followed."""
-    results = {row.message.get("tool_call_id") for row in rows if row.role == "tool"}
-    open_calls = set[Any]()
-    for i, row in enumerate(rows):
-        if row.role == "tool":
-            call_id = row.message.get("tool_call_id")
-            if call_id and call_id not in open_calls:
-                note(ORPHANS)
-                continue
-            open_calls.discard(call_id)
-        yield row
-        if row.role == "user":
-            open_calls.clear()
-        if row.role != "assistant":
-            continue
-        open_calls = {call.get("id") for call in row.message.get("tool_calls", ())} - {None}
-        for call_id in sorted(open_calls - results) if i + 1 < len(rows) else ():
-            note(UNANSWERED)
-            result = {"role": "tool", "content": _NO_RESULT, "tool_call_id": call_id}
-            yield row._replace(message=result, given=None)
-
-
-def _repaired(rows: Iterable[_Row]) -> tuple[list[_Row], list[_Row]]:
-    """Return messages so that roles take turns in each request, and those of a request after them.
-
-    An answer behind an answer takes its place in later requests, or is merged with it: the program had
-    asked for it in words that are not in the log.
-    """
-    sent, live, is_asked = list[_Row](), list[_Row](), False
-    for row in rows:
-        last = live[-1] if live else None
-        if row.role == "user":
-            is_asked = False
-        if last is not None and last.is_thought and row.role != "assistant":
-            live.pop()
-            row = row._replace(back=1)
-            last = live[-1] if live else None
-        if last is not None and _is_merged(last, row):
-            live.pop()
-            is_asked = is_asked or row.role == "assistant"
-            if row.role == "user" and not row.back:
-                row = row._replace(back=sent.pop().back)
-            else:
-                row = row._replace(back=row.back + 1)
-            if last.state.finish_reason not in _CANDIDATES:
-                row = row._replace(message=_merged(last.message, row.message))
-        if is_asked and row.role == "assistant":
-            row = row._replace(given=row.given or ASKED)
-        sent.append(row)
-        live.append(row._replace(back=0))
-    return sent, live
-
-
-def _is_merged(last: _Row, row: _Row) -> bool:
-    """True if two messages become one in later requests."""
-    if last.role != row.role or last.is_summary or row.is_summary:
-        return False
-    if row.role == "assistant":
-        return not (last.state.is_interim or row.state.is_interim)
-    contents = (last.message["content"], row.message["content"])
-    return row.role == "user" and all(isinstance(content, str) for content in contents)
-
-
-def _merged(last: Message, message: Message) -> Message:
-    """Return two messages of one role as one."""
-    is_answer = message["role"] == "assistant"
-    contents = [other["content"] for other in (last, message)]
-    content = next((content for content in contents if content), "")
-    if all(isinstance(content, str) for content in contents):
-        texts = [text.strip() if is_answer else text for text in contents]
-        content = ("\n" if is_answer else "\n\n").join(text for text in texts if text)
-    calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
-    return {**message, **last, "content": content, **known({"tool_calls": calls or None})}
-
-
-def _is_head(part: Sequence[_Row], parts: Sequence[Sequence[_Row]]) -> bool:
+def _is_head(part: Sequence[Row], parts: Sequence[Sequence[Row]]) -> bool:
     """True if the last of some parts is no more than the beginning of the one before it."""
     before = parts[-2][: len(part)] if len(parts) > 1 else []
     return [row.name for row in part] == [row.name for row in before]
 
 
-def _num_repeated(rows: Sequence[_Row]) -> int:
+def _num_repeated(rows: Sequence[Row]) -> int:
     """Return the largest number of messages at the end that are copies of the first ones."""
     names = [row.name for row in rows]
     sizes = range(len(names) // 2, 0, -1)
     return next((size for size in sizes if names[:size] == names[-size:]), 0)
 
 
-def _num_summarized(rows: Sequence[_Row]) -> int:
+def _num_summarized(rows: Sequence[Row]) -> int:
     """Return the number of messages up to the last summary."""
     return max((i + 1 for i, row in enumerate(rows) if row.is_summary), default=0)
 
 
-def _num_inserted(rows: Sequence[_Row]) -> int:
+def _num_inserted(rows: Sequence[Row]) -> int:
     """Return how many copies a compression wrote behind a summary, by their times.
 
     Args:
@@ -357,7 +169,7 @@ def _num_inserted(rows: Sequence[_Row]) -> int:
     return len(rows) - 1
 
 
-def _num_written(rows: Sequence[_Row], before: Sequence[_Row], *, is_compressed: bool) -> int:
+def _num_written(rows: Sequence[Row], before: Sequence[Row], *, is_compressed: bool) -> int:
     """Return how many messages a compression or a branch wrote: copies, around a summary.
 
     Args:
@@ -392,8 +204,8 @@ def _is_continued(run: Run, parent: Run) -> bool:
     session, before = _session(run.places[0]), _session(parent.places[0])
     is_child = before.parent_session_id is not None
     (*_, last), (first, *_) = (
-        _parts(_rows(before, ""), is_continued=is_child) or [[]],
-        _parts(_rows(session, ""), is_continued=True) or [[]],
+        _parts(rows_of(before.messages, ""), is_continued=is_child) or [[]],
+        _parts(rows_of(session.messages, ""), is_continued=True) or [[]],
     )
     return _num_written(first, last, is_compressed=before.end_reason == _COMPRESSION) > 0
 
@@ -405,15 +217,19 @@ def read(session: Session, run: Run, _: Options) -> Trajectory:
         InputError: `message`: there are two system prompts, or an invalid message.
     """
     log = Contexts(tools=openai_tools(session.tools))
-    ends: dict[str, tuple[list[_Row], bool]] = {}
+    is_thoughtless = True
+    ends: dict[str, tuple[list[Row], bool]] = {}
     for i, place in enumerate(run.places):
         other = _session(place) if i else session
-        rows = _rows(other, place.where)
+        rows = rows_of(other.messages, place.where)
         system = system_of(other, (row.message for row in rows), place.where)
+        provider, url = other.billing_provider or "", other.billing_base_url or ""
+        if sends_thoughts(provider, url, other.model or "", rows):
+            is_thoughtless = False
         parent = other.parent_session_id
         before, is_compressed = ends.get(parent or "", ([], False))
         for logged in _parts(rows, is_continued=parent is not None):
-            part, live = _repaired(_answered(logged))
+            part, live = repaired(answered(logged))
             num_written = _num_summarized(part)
             if before:
                 num_repeated = _num_written(part, before, is_compressed=is_compressed)
@@ -430,6 +246,7 @@ def read(session: Session, run: Run, _: Options) -> Trajectory:
                 log.say([row.message], row.where, given=n < num_written or row.given or False)
             before, is_compressed = live, True
         ends[_name(other)] = before, other.end_reason == _COMPRESSION
+    log.unsent_thoughts = THOUGHTS if is_thoughtless else None
     trajectory = trajectory_of(session, run, log.steps())
     totals = dict(trajectory.metrics)
     for place in run.places[1:]:

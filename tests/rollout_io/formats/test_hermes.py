@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_io.formats.contexts import SUMMARIES
-from rollout_io.formats.hermes import ADAPTER, NO_OLD, NO_PARENT, NOT_SAMPLED, NOT_SENT
+from rollout_io.formats.hermes import ADAPTER, NO_OLD, NO_PARENT
+from rollout_io.formats.hermes_requests import (
+    ASKED,
+    NOT_SAMPLED,
+    NOT_SENT,
+    ORPHANS,
+    THOUGHTS,
+    UNANSWERED,
+)
 from rollout_io.formats.parsing.messages import INACTIVE
 from schemas.messages import is_answer
 from tests.helpers.adapter_helpers import read_all, write_lines
@@ -199,3 +207,57 @@ def test_an_answer_that_no_call_ended_is_part_of_the_prompt():
     assert [text for text, _ in trained(found)] == ["call 0", "call 1", "answer 1"]
     assert "answer 0" in texts(found.steps[-1].messages)
     assert found.notes == {NOT_SAMPLED: 1}
+
+
+def test_results_without_a_call_are_left_out_and_calls_without_a_result_get_hermess_own():
+    stray = {"role": "tool", "content": "stray", "tool_call_id": "c9"}
+    messages = [*turn(0)[:2], *turn(1), stray, *turn(2)]
+    ((_, found),) = read_logged(session("a", messages))
+    (step,) = found.steps
+    results = [m["content"] for m in step.messages if m["role"] == "tool"]
+    unavailable = "[Result unavailable \u2014 see context summary above]"
+    assert results == [unavailable, "result 1", "result 2"]
+    assert found.notes == {ORPHANS: 1, UNANSWERED: 1}
+
+
+def test_what_the_user_wrote_in_a_row_is_one_message():
+    more = {"role": "user", "content": "more"}
+    ((_, found),) = read_logged(session("a", [turn(0)[0], more, *turn(0)[1:]]))
+    (step,) = found.steps
+    assert texts(step.messages)[1:3] == ["question 0\n\nmore", "call 0"]
+
+
+def test_an_answer_of_thoughts_alone_trains_and_is_not_sent_again():
+    thought = {"role": "assistant", "content": "", "reasoning": "Hm."}
+    ((_, found),) = read_logged(session("a", [turn(0)[0], thought, *turn(1)]))
+    first, second = found.steps
+    assert texts(first.messages) == [SYSTEM["content"], "question 0", ""]
+    assert texts(second.messages)[1:3] == ["question 0\n\nquestion 1", "call 1"]
+    assert (first.num_given, second.num_given) == (0, 0)
+
+
+def test_an_answer_that_was_to_be_verified_is_replaced_and_the_next_one_is_no_answer():
+    first, second = inserted(turn(0), 2e9), inserted(turn(1), 2.1e9)
+    first[3] |= {"finish_reason": "verification_required"}
+    verified = [{"role": "assistant", "content": "verified", "finish_reason": "stop"}]
+    ((_, found),) = read_logged(session("a", [*first, *verified, *second]))
+    assert [text for text, _ in trained(found)] == ["call 0", "answer 0", "call 1", "answer 1"]
+    last = texts(found.steps[-1].messages)
+    assert last[1:6] == ["question 0", "call 0", "result 0", "verified", "question 1"]
+    assert found.notes == {ASKED: 1}
+
+
+def test_an_answer_behind_another_is_merged_with_it():
+    more = [{"role": "assistant", "content": "more"}]
+    ((_, found),) = read_logged(session("a", [*turn(0), *more, *turn(1)]))
+    assert "answer 0\nmore" in texts(found.steps[-1].messages)
+    assert [text for text, _ in trained(found)] == ["call 0", "answer 0", "call 1", "answer 1"]
+    assert found.notes == {ASKED: 1}
+
+
+def test_thoughts_that_the_provider_is_not_sent_again_are_counted():
+    messages = [m | ({"reasoning": "Hm."} if m["role"] == "assistant" else {}) for m in turn(0)]
+    for provider, model, count in (("openrouter", "kimi-k2", 1), ("deepseek", "v4", 0)):
+        fields = {"billing_provider": provider, "model": model}
+        ((_, found),) = read_logged(session("a", messages, **fields))
+        assert found.notes.get(THOUGHTS, 0) == count
