@@ -226,10 +226,12 @@ def read(session: Session, run: Run, _: Options) -> Trajectory:
         provider, url = other.billing_provider or "", other.billing_base_url or ""
         if sends_thoughts(provider, url, other.model or "", rows):
             is_thoughtless = False
+        is_called = any(row.state.finish_reason for row in rows)
         parent = other.parent_session_id
         before, is_compressed = ends.get(parent or "", ([], False))
         for logged in _parts(rows, is_continued=parent is not None):
-            part, live = repaired(answered(logged))
+            # Hermes stores how each of its calls ended: else another program made the requests.
+            part, live = repaired(answered(logged)) if is_called else (logged, logged)
             num_written = _num_summarized(part)
             if before:
                 num_repeated = _num_written(part, before, is_compressed=is_compressed)

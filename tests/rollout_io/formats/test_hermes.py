@@ -21,6 +21,7 @@ from schemas.messages import is_answer
 from tests.helpers.adapter_helpers import read_all, write_lines
 
 SUMMARY = "[CONTEXT COMPACTION - REFERENCE ONLY] Summary"
+ENDED = {"finish_reason": "stop"}
 SYSTEM = {"role": "system", "content": "You are Hermes."}
 
 
@@ -50,9 +51,9 @@ def turn(number):
     call["function"] = {"name": "ls", "arguments": "{}"}
     return [
         {"role": "user", "content": f"question {number}"},
-        {"role": "assistant", "content": f"call {number}", "tool_calls": [call]},
+        {"role": "assistant", "content": f"call {number}", "tool_calls": [call]} | ENDED,
         {"role": "tool", "content": f"result {number}", "tool_call_id": f"c{number}"},
-        {"role": "assistant", "content": f"answer {number}"},
+        {"role": "assistant", "content": f"answer {number}"} | ENDED,
     ]
 
 
@@ -174,18 +175,26 @@ def test_a_session_compressed_in_place_without_its_old_messages_trains_what_came
     assert [text for text, _ in trained(found)] == ["call 2", "answer 2"]
 
 
-def test_a_summary_behind_the_text_of_a_kept_answer_and_shortened_arguments_are_no_answers():
+def test_a_summary_behind_the_text_of_a_kept_answer_is_no_answer():
     merged = (
         "[PRIOR CONTEXT \u2014 for reference only; not a new message]\nanswer 0\n\n"
         f"[END OF PRIOR CONTEXT \u2014 COMPACTION SUMMARY BELOW]\n\n{SUMMARY}"
     )
-    short = turn(0)[1]
-    short["tool_calls"][0]["function"] |= {"arguments": '{"path": "..."}'}
-    head = [turn(0)[0], short, turn(0)[2]]
-    child = [*head, {"role": "assistant", "content": merged}, *turn(1)]
+    child = [*turn(0)[:3], {"role": "assistant", "content": merged}, *turn(1)]
     ((_, found),) = read_logged(session("a", turn(0), end="compression"), session("b", child, "a"))
     assert [text for text, _ in trained(found)] == ["call 0", "answer 0", "call 1", "answer 1"]
     assert found.notes == {SUMMARIES: 1}
+
+
+def test_copies_whose_arguments_a_compression_shortened_are_known():
+    short = turn(0)[1]
+    short["tool_calls"][0]["function"] |= {"arguments": '{"path": "..."}'}
+    head = [turn(0)[0], short, turn(0)[2]]
+    summary = {"role": "user", "content": SUMMARY}
+    parent = session("a", [*turn(0), *turn(1)], end="compression")
+    ((_, found),) = read_logged(parent, session("b", [*head, summary, *turn(1)[1:], *turn(2)], "a"))
+    answers = [f"{what} {i}" for i in (0, 1, 2) for what in ("call", "answer")]
+    assert [text for text, _ in trained(found)] == answers
 
 
 def test_messages_have_the_text_that_was_sent_and_others_are_left_out():
@@ -228,7 +237,7 @@ def test_what_the_user_wrote_in_a_row_is_one_message():
 
 
 def test_an_answer_of_thoughts_alone_trains_and_is_not_sent_again():
-    thought = {"role": "assistant", "content": "", "reasoning": "Hm."}
+    thought = {"role": "assistant", "content": "", "reasoning": "Hm."} | ENDED
     ((_, found),) = read_logged(session("a", [turn(0)[0], thought, *turn(1)]))
     first, second = found.steps
     assert texts(first.messages) == [SYSTEM["content"], "question 0", ""]
@@ -248,8 +257,9 @@ def test_an_answer_that_was_to_be_verified_is_replaced_and_the_next_one_is_no_an
 
 
 def test_an_answer_behind_another_is_merged_with_it():
-    more = [{"role": "assistant", "content": "more"}]
-    ((_, found),) = read_logged(session("a", [*turn(0), *more, *turn(1)]))
+    more = [{"role": "assistant", "content": "more", "finish_reason": "stop"}]
+    messages = [*inserted(turn(0), 2e9), *more, *inserted(turn(1), 2.1e9)]
+    ((_, found),) = read_logged(session("a", messages))
     assert "answer 0\nmore" in texts(found.steps[-1].messages)
     assert [text for text, _ in trained(found)] == ["call 0", "answer 0", "call 1", "answer 1"]
     assert found.notes == {ASKED: 1}
