@@ -14,14 +14,15 @@ of the prompt; the answers before it train in the context in which they were sam
                 (compacted)                                 1 2 S 5 6 7, of which 7 is new
 
 So are the messages of its parent with which a branch begins. Messages that are neither `active` nor
-`compacted` were taken back by the user and are left out. The log has no tool definitions, no reward and
-no token ids.
+`compacted` were taken back by the user and are left out. The messages of a request are those of
+`hermes_requests`; compressions are those of Hermes 0.19 (`agent/context_compressor.py`), whose export has
+active messages alone. The log has no tool definitions, no reward and no token ids.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated
 
 import msgspec
 
@@ -37,44 +38,51 @@ from rollout_io.formats.chats import (
 from rollout_io.formats.contexts import SUMMARIES, Contexts
 from rollout_io.formats.engines.records import Records, is_object_with, joined
 from rollout_io.formats.grammar import inner
-from rollout_io.formats.parsing.content import NO_JSON, Message
+from rollout_io.formats.hermes_requests import (
+    HERMES_MESSAGE,
+    THOUGHTS,
+    Row,
+    answered,
+    repaired,
+    rows_of,
+    sends_thoughts,
+)
+from rollout_io.formats.parsing.content import NO_JSON
 from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.messages import INACTIVE, MESSAGE, openai_tools, read_message
+from rollout_io.formats.parsing.messages import openai_tools
 from rollout_io.formats.parsing.records import read_record
 
 NO_PARENT = (
     "compressed sessions whose parent is not in the log: kept answers are not told from new ones"
 )
-_SUMMARY = ("[CONTEXT COMPACTION", "[CONTEXT SUMMARY")
+NO_OLD = "compressed sessions without the messages before the compression: kept answers are part of the prompt"
+_INSERTED_S = 1e-5
+"""Messages that a compression writes in its own session are a microsecond apart; others took a call, or
+a transaction of the store."""
 _NUM_SUMMARIES = 2
 """Most messages of a compression that are no copies."""
 _COMPRESSION = "compression"
 _FACTS = frozenset({"started_at", "ended_at", "archived"})
-_MESSAGE = MESSAGE.plus(
-    reads={"message": "compacted"},
-    leaves={
-        "repeats the name of a call": "message/tool_name",
-        "names and times of messages": "message/session_id message/timestamp "
-        "message/platform_message_id message/observed",
-        "repeats the reasoning and the text, for the API": "message/reasoning_details "
-        "message/codex_reasoning_items message/codex_message_items",
-    },
-)
 _LEAVES = {
-    "settings of the harness": "model model_config source cwd user_id platform chat_id",
-    "facts about the session that are shown to the user": "title billing_provider "
-    "billing_base_url billing_mode cost_status cost_source pricing_version handoff_state "
-    "handoff_platform handoff_error",
+    "settings of the harness": "model_config source cwd user_id platform chat_id session_key "
+    "chat_type thread_id origin_json git_branch git_repo_root profile_name expiry_finalized "
+    "compression_failure_cooldown_until compression_failure_error compression_fallback_streak",
+    "facts about the session that are shown to the user": "title "
+    "billing_mode cost_status cost_source pricing_version handoff_state "
+    "handoff_platform handoff_error display_name",
 }
 
 
 class Session(Line, kw_only=True):
     """A session, whose numbers become metrics."""
 
-    messages: Annotated[list[msgspec.Raw], inner(_MESSAGE)]
+    messages: Annotated[list[msgspec.Raw], inner(HERMES_MESSAGE)]
     message_count: int
     parent_session_id: str | None = None
     end_reason: str | None = None
+    model: str | None = None
+    billing_provider: str | None = None
+    billing_base_url: str | None = None
     tool_call_count: msgspec.Raw = NO_JSON
     api_call_count: msgspec.Raw = NO_JSON
     rewind_count: msgspec.Raw = NO_JSON
@@ -90,35 +98,6 @@ class Session(Line, kw_only=True):
     ended_at: msgspec.Raw = NO_JSON
 
 
-class _State(msgspec.Struct, gc=False):
-    active: bool | int | None = None
-    compacted: bool | int | None = None
-
-
-class _Row(NamedTuple):
-    """A message.
-
-    Attributes:
-        is_old: True if a later compression took its place.
-    """
-
-    message: Message
-    where: str
-    is_old: bool
-
-    @property
-    def is_summary(self) -> bool:
-        """True if a compression wrote it, by what it says at its start."""
-        return str(self.message["content"]).startswith(_SUMMARY)
-
-    @property
-    def name(self) -> Any:
-        """What a copy of it has too; the result of a call may have been shortened."""
-        call = self.message.get("tool_call_id")
-        return ("tool", call) if call else self.message
-
-
-_STATE = msgspec.json.Decoder(_State)
 _SESSION = msgspec.json.Decoder(Session)
 _NAME = msgspec.json.Decoder(str | int | None)
 
@@ -132,28 +111,14 @@ def _name(session: Session) -> str:
     return str(_NAME.decode(session.id))
 
 
-def _rows(session: Session, where: str) -> list[_Row]:
-    """Return the messages of a session, without those that were taken back."""
-    rows = list[_Row]()
-    for i, raw in enumerate(session.messages):
-        place = f"{where}, messages[{i}]"
-        state = decode_line(_STATE, bytes(raw), place)
-        is_active = state.active is None or bool(state.active)
-        if is_active or state.compacted:
-            rows.append(_Row(read_message(raw, place), place, not is_active))
-        else:
-            note(INACTIVE)
-    return rows
-
-
-def _parts(rows: Iterable[_Row], *, is_continued: bool) -> list[list[_Row]]:
+def _parts(rows: Iterable[Row], *, is_continued: bool) -> list[list[Row]]:
     """Divide the messages of a session at its compressions: each part begins with what one wrote.
 
     Args:
         rows: The messages.
         is_continued: True if the first part begins with what a compression wrote, too.
     """
-    parts, is_before_summary = [list[_Row]()], is_continued
+    parts, is_before_summary = [list[Row]()], is_continued
     for row in rows:
         part = parts[-1]
         if part and part[-1].is_old and not row.is_old:
@@ -161,7 +126,7 @@ def _parts(rows: Iterable[_Row], *, is_continued: bool) -> list[list[_Row]]:
             is_before_summary = not row.is_summary
             continue
         if row.is_summary and row.is_old and part and not part[-1].is_summary:
-            if not is_before_summary:
+            if not is_before_summary and not _is_head(part, parts):
                 num_head = _num_repeated(part)
                 parts[-1:] = [part[: len(part) - num_head], part[len(part) - num_head :]]
             is_before_summary = False
@@ -169,14 +134,42 @@ def _parts(rows: Iterable[_Row], *, is_continued: bool) -> list[list[_Row]]:
     return [part for part in parts if part]
 
 
-def _num_repeated(rows: Sequence[_Row]) -> int:
+def _is_head(part: Sequence[Row], parts: Sequence[Sequence[Row]]) -> bool:
+    """True if the last of some parts is no more than the beginning of the one before it."""
+    before = parts[-2][: len(part)] if len(parts) > 1 else []
+    return [row.name for row in part] == [row.name for row in before]
+
+
+def _num_repeated(rows: Sequence[Row]) -> int:
     """Return the largest number of messages at the end that are copies of the first ones."""
     names = [row.name for row in rows]
     sizes = range(len(names) // 2, 0, -1)
     return next((size for size in sizes if names[:size] == names[-size:]), 0)
 
 
-def _num_written(rows: Sequence[_Row], before: Sequence[_Row], *, is_compressed: bool) -> int:
+def _num_summarized(rows: Sequence[Row]) -> int:
+    """Return the number of messages up to the last summary."""
+    return max((i + 1 for i, row in enumerate(rows) if row.is_summary), default=0)
+
+
+def _num_inserted(rows: Sequence[Row]) -> int:
+    """Return how many copies a compression wrote behind a summary, by their times.
+
+    Args:
+        rows: The summary, and what follows it.
+    """
+    times_s = [row.state.timestamp for row in rows]
+    first_s = end_s = times_s[0]
+    if first_s is None or end_s is None:
+        return 0
+    for count, time_s in enumerate(times_s[1:]):
+        if time_s is None or first_s <= time_s > end_s + _INSERTED_S:
+            return count
+        end_s = max(end_s, time_s)
+    return len(rows) - 1
+
+
+def _num_written(rows: Sequence[Row], before: Sequence[Row], *, is_compressed: bool) -> int:
     """Return how many messages a compression or a branch wrote: copies, around a summary.
 
     Args:
@@ -211,8 +204,8 @@ def _is_continued(run: Run, parent: Run) -> bool:
     session, before = _session(run.places[0]), _session(parent.places[0])
     is_child = before.parent_session_id is not None
     (*_, last), (first, *_) = (
-        _parts(_rows(before, ""), is_continued=is_child) or [[]],
-        _parts(_rows(session, ""), is_continued=True) or [[]],
+        _parts(rows_of(before.messages, ""), is_continued=is_child) or [[]],
+        _parts(rows_of(session.messages, ""), is_continued=True) or [[]],
     )
     return _num_written(first, last, is_compressed=before.end_reason == _COMPRESSION) > 0
 
@@ -224,27 +217,38 @@ def read(session: Session, run: Run, _: Options) -> Trajectory:
         InputError: `message`: there are two system prompts, or an invalid message.
     """
     log = Contexts(tools=openai_tools(session.tools))
-    ends: dict[str, tuple[list[_Row], bool]] = {}
+    is_thoughtless = True
+    ends: dict[str, tuple[list[Row], bool]] = {}
     for i, place in enumerate(run.places):
         other = _session(place) if i else session
-        rows = _rows(other, place.where)
+        rows = rows_of(other.messages, place.where)
         system = system_of(other, (row.message for row in rows), place.where)
+        provider, url = other.billing_provider or "", other.billing_base_url or ""
+        if sends_thoughts(provider, url, other.model or "", rows):
+            is_thoughtless = False
+        is_called = any(row.state.finish_reason for row in rows)
         parent = other.parent_session_id
         before, is_compressed = ends.get(parent or "", ([], False))
-        for part in _parts(rows, is_continued=parent is not None):
-            num_written = _num_written(part, before, is_compressed=is_compressed)
-            if not before and parent is not None:
-                num_written = max(
-                    (n + 1 for n, row in enumerate(part) if row.is_summary), default=0
-                )
-                note(NO_PARENT, num_written > 0)
+        for logged in _parts(rows, is_continued=parent is not None):
+            # Hermes stores how each of its calls ended: else another program made the requests.
+            part, live = repaired(answered(logged)) if is_called else (logged, logged)
+            num_written = _num_summarized(part)
+            if before:
+                num_repeated = _num_written(part, before, is_compressed=is_compressed)
+                num_written = max(num_written, num_repeated)
+            elif num_written:
+                note(NO_OLD if parent is None else NO_PARENT)
+                num_written += _num_inserted(part[num_written - 1 :])
             note(SUMMARIES, any(row.is_summary for row in part[:num_written]))
             log.replace()
             log.say(system, place.where)
             for n, row in enumerate(part):
-                log.say([row.message], row.where, given=n < num_written)
-            before, is_compressed = part, True
+                if row.back:
+                    log.rewind(log.path()[-row.back].before)
+                log.say([row.message], row.where, given=n < num_written or row.given or False)
+            before, is_compressed = live, True
         ends[_name(other)] = before, other.end_reason == _COMPRESSION
+    log.unsent_thoughts = THOUGHTS if is_thoughtless else None
     trajectory = trajectory_of(session, run, log.steps())
     totals = dict(trajectory.metrics)
     for place in run.places[1:]:

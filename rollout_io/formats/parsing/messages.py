@@ -56,19 +56,20 @@ PARTS = Contents(
     leaves=dict(BLOCKS.leaves) | dict(TEXTS.leaves),
     inner=BLOCKS.inner,
 )
-_CALLS = Contents(
+CALLS = Contents(
     reads={"": "id name arguments function"},
     leaves={
         "kinds, places and other names of calls": "type index call_id response_item_id",
         "shown to the user, not sent": "view",
     },
 )
+"""A call of `MESSAGE`."""
 _CHAT = Contents(
     reads={
         "": "role reasoning_content reasoning thinking thinking_blocks tool_call_id "
         "tool_call_ids is_error name active weight loss_mask step_loss_mask loss train training"
     },
-    inner={"content": PARTS, "tool_calls": _CALLS},
+    inner={"content": PARTS, "tool_calls": CALLS},
 )
 MESSAGE = Contents(
     kind="type",
@@ -84,7 +85,7 @@ MESSAGE = Contents(
         **ITEMS.inner,
         "message/content": PARTS,
         "message/output": ITEMS,
-        "message/tool_calls": _CALLS,
+        "message/tool_calls": CALLS,
     },
 )
 """A message of `read_messages`."""
