@@ -24,18 +24,22 @@ PARTS = Contents(
     reads={
         "text": "text annotations.audience",
         "image": "data mimeType annotations.audience",
+        "resource": "resource.text annotations.audience",
         "thinking": "thinking",
+        "reasoning": "text",
         "toolRequest": "id toolCall.value.name toolCall.value.arguments",
         "toolResponse": "id toolResult.error",
     },
     leaves={
         "facts about a part": "*/annotations.priority */annotations.lastModified */_meta */metadata "
         "toolRequest/toolCall.status toolResponse/toolResult.status",
+        "facts about a resource": "resource/resource.uri resource/resource.mimeType "
+        "resource/resource._meta",
         "why a call could not be read": "toolRequest/toolCall.error",
         "repeats the text": "result/structuredContent",
         "encrypted, for the API": "thinking/signature redactedThinking",
         "shown to the user, not sent": "systemNotification actionRequired toolConfirmationRequest "
-        "contextLengthExceeded summarizationRequested error",
+        "contextLengthExceeded summarizationRequested conversationCompacted error",
     },
     inner={"toolResponse/toolResult.value": SELF, "result/content": SELF},
 )
@@ -71,6 +75,10 @@ class _Annotations(msgspec.Struct, gc=False):
     audience: list[str] | None = None
 
 
+class _Resource(msgspec.Struct, gc=False):
+    text: str | None = None
+
+
 class _Part(msgspec.Struct, gc=False, rename="camel"):
     type: str
     id: str | None = None
@@ -81,6 +89,7 @@ class _Part(msgspec.Struct, gc=False, rename="camel"):
     tool_call: _Told | None = None
     tool_result: _Told | None = None
     annotations: _Annotations | None = None
+    resource: _Resource | None = None
 
     @property
     def is_for_model(self) -> bool:
@@ -178,6 +187,8 @@ def part_of(part: _Part, where: str) -> Part | None:
     if part.type == "image":
         source = {"type": "base64", "media_type": part.mime_type, "data": part.data}
         return Part(type="image", source=known(source))
+    if part.type == "resource" and part.resource is not None and part.resource.text is not None:
+        return Part(text=part.resource.text)
     return Part(type=part.type, text=part.text, thinking=part.thinking) if is_sent(part) else None
 
 
@@ -186,4 +197,4 @@ _SENT = ("type", "text", "source")
 
 def is_sent(part: _Part) -> bool:
     """True if a part is text, a thought, or of an unknown type."""
-    return part.type in {"text", "thinking"} or part.type not in PARTS.types
+    return part.type in {"text", "thinking", "reasoning"} or part.type not in PARTS.types

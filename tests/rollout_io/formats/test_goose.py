@@ -368,3 +368,31 @@ def test_a_fork_of_a_session_that_was_compacted_later_trains_once(tmp_path):
     runs, _ = read_all(ADAPTER, path)
     answers = [answer for _, found in runs for step in found.steps for answer in trained(step)]
     assert answers == ["One.", "Two."]
+
+
+def test_texts_of_resources_and_older_thoughts_are_sent(tmp_path):
+    resource = {"type": "resource", "resource": {"uri": "file:///a", "text": "b"}}
+    path = database(
+        tmp_path / "sessions.db",
+        ("user", [text("Go.")]),
+        ("assistant", [{"type": "reasoning", "text": "Hm."}, call("c")]),
+        ("user", [result("c", text("a"), resource)]),
+        ("assistant", [text("Done."), {"type": "conversationCompacted", "msg": "Compacted"}]),
+    )
+    _, found = read_one(path)
+    assert said(found.steps[0]) == ["Go.", "", "a\nb", "Done."]
+    assert (found.steps[0].messages[1]["reasoning_content"], found.unread) == ("Hm.", {})
+
+
+def test_the_content_of_a_binary_resource_is_named(tmp_path):
+    resource = {"type": "resource", "resource": {"uri": "file:///a", "blob": "QUFBQQ=="}}
+    path = database(
+        tmp_path / "sessions.db",
+        ("user", [text("Go.")]),
+        ("assistant", [call("c")]),
+        ("user", [result("c", text("a"), resource)]),
+        ("assistant", [text("Done.")]),
+    )
+    _, found = read_one(path)
+    assert [*found.unread.values()] == [1]
+    assert any("resource.blob" in name for name in found.unread)
