@@ -249,7 +249,7 @@ class _Session:
             self.log.replace()
             self.before = self.last = None
         sent = [part_of(part, entry.where) for part in entry.message.content]
-        entry.parts = _merged([part for part in sent if part is not None], entry.kind)
+        entry.parts = [part for part in sent if part is not None]
         entry.given = self._given(entry)
         if not any(part.type != "text" or part.text for part in entry.parts):
             return
@@ -311,17 +311,6 @@ class _Session:
         self.log.say(pieces, entry.where, given=entry.given or False)
         entry.tip = before
         self.before, self.last = self.last, entry
-
-
-def _merged(parts: Sequence[Part], kind: str) -> list[Part]:
-    """Join texts of an answer that follow each other."""
-    merged: list[Part] = []
-    for part in parts:
-        if kind == "assistant" and part.type == "text" and merged and merged[-1].type == "text":
-            merged[-1].text = (merged[-1].text or "") + (part.text or "")
-        else:
-            merged.append(part)
-    return merged
 
 
 ADAPTER = Rows(

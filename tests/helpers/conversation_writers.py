@@ -564,16 +564,20 @@ SYSTEM_IS_USER += ("qwen_code",)
 
 
 TEXT_ALONE = ("trl",)
-ANSWERS_JOIN = ("codex_cli", "nemo_gym")
+ANSWERS_JOIN = ("codex_cli", "goose", "nemo_gym")
+NEVER_EMPTY = ("goose",)
+SAYS = ("content", "tool_calls", "reasoning_content")
 
 
 def as_logged(name, messages):
-    """The messages as a format has them: a system's may be a user's, calls may be left out."""
+    """The messages as a format has them: a system's may be a user's, calls may be left out, none is empty."""
     if name in SYSTEM_IS_USER:
         messages = [m | {"role": m["role"].replace("system", "user")} for m in messages]
     if name in TEXT_ALONE:
         texts = [m for m in messages if m["role"] != "tool"]
         messages = [{"role": m["role"], "content": m["content"], "tool_calls": []} for m in texts]
+    if name in NEVER_EMPTY:
+        messages = [m if any(map(m.get, SAYS)) else m | {"content": "x"} for m in messages]
     return messages
 
 

@@ -288,7 +288,7 @@ def test_consecutive_messages_of_a_role_are_one(tmp_path):
         tmp_path / "sessions.db",
         ("user", [text("Go.")]),
         ("user", [text("Now.")]),
-        ("assistant", [text("Lo"), text("ok.")]),
+        ("assistant", [text("Look.")]),
         ("assistant", [call("c")]),
         ("user", [result("c", text("a"))]),
         ("user", [text("On.")]),
