@@ -9,102 +9,50 @@
 
 A session is a run; sessions with a parent are its sub-agents. A compaction begins a context: its
 summary and the answer that Goose writes after it are hidden from the user (`userVisible` is false).
-A fork is a session with copies of another one's messages. The log has no reward, no token ids, no system prompt and no tool definitions.
+A fork is a session with copies of another one's messages; edits and `/clear` delete messages.
+
+The messages of the log become those of a request as in Goose (`fix_conversation` of
+`goose-provider-types/src/conversation.rs`, `filter_for_audience` of `conversation/message.rs`, and
+`agent.rs`): what is not meant for the assistant is not sent, consecutive messages of a role are one,
+a call without a result is no part of later prompts, and messages of a command are never sent. Goose
+stores the calls of one answer one by one, each with its result. The log has no reward, no token ids,
+no system prompt, no tool definitions, and no `<info-msg>`, which versions without `<turn-context>`
+insert into each request.
 """
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
 from rollout_io.formats.base import note
-from rollout_io.formats.contexts import SUMMARIES, Contexts
+from rollout_io.formats.contexts import SUMMARIES, Contexts, Said
 from rollout_io.formats.dialects import anthropic
 from rollout_io.formats.engines.containers import columns_in, opened
 from rollout_io.formats.engines.rows import Rows
 from rollout_io.formats.engines.sessions import Line, Names
-from rollout_io.formats.grammar import SELF, Contents, inner
-from rollout_io.formats.parsing.content import NO_JSON, Part, known
-from rollout_io.formats.parsing.jsonl import decode_document
+from rollout_io.formats.goose_messages import StoredMessage, is_sent, part_of
+from rollout_io.formats.parsing.content import Part, same_json
 
-_PARTS = Contents(
-    kind="type",
-    default="result",
-    reads={
-        "text": "text",
-        "image": "data mimeType",
-        "thinking": "thinking",
-        "toolRequest": "id toolCall.value.name toolCall.value.arguments",
-        "toolResponse": "id toolResult.error",
-    },
-    leaves={
-        "facts about a part": "*/annotations */_meta */metadata toolRequest/toolCall.status "
-        "toolResponse/toolResult.status",
-        "why a call could not be read": "toolRequest/toolCall.error",
-        "repeats the text": "result/structuredContent",
-        "encrypted, for the API": "thinking/signature redactedThinking",
-        "shown to the user, not sent": "systemNotification actionRequired toolConfirmationRequest "
-        "contextLengthExceeded summarizationRequested",
-    },
-    inner={"toolResponse/toolResult.value": SELF, "result/content": SELF},
-)
 WRITTEN = "answers that the program wrote after a compaction: part of the prompt"
-FAILED = "calls that Goose could not read, of which the log has only the error: left out"
 REPLACED = "summaries of single calls, which take their place in later prompts: left out"
+PLACEHOLDERS = (
+    "calls that the program wrote in place of those it could not read: part of the prompt"
+)
+REPEATED = "final outputs that the program repeats as an answer: part of the prompt"
+UNSENT = "messages of commands, or for the user only, which are not sent: left out"
+SPLIT = "calls that are stored one by one with the same time: read as one answer"
+INVERTED = "calls that are stored as later than their results, which later turns may lack: kept"
+_PLACEHOLDER = "unparseable_tool_call"
+_FINAL = {"recipe__final_output", "final_output"}
 _TABLES = {"sessions": {"id"}, "messages": {"session_id", "role", "content_json"}}
-
-
-class _Told(msgspec.Struct, gc=False):
-    """What a call, or a result, is: a value or an error."""
-
-    value: Any = None
-    error: str | None = None
-
-    @property
-    def has_failed(self) -> bool:
-        marked = isinstance(self.value, Mapping) and self.value.get("isError") is True
-        return marked or self.error is not None
-
-
-class _Part(msgspec.Struct, gc=False, rename="camel"):
-    type: str
-    id: str | None = None
-    text: str | None = None
-    thinking: str | None = None
-    data: Any = None
-    mime_type: str | None = None
-    tool_call: _Told | None = None
-    tool_result: _Told | None = None
-
-
-class _Metadata(msgspec.Struct, gc=False, rename="camel"):
-    user_visible: bool = True
-    agent_visible: bool = True
-
-
-class _Message(msgspec.Struct, gc=False):
-    role: str
-    content: Annotated[list[_Part], inner(_PARTS)]
-    metadata: _Metadata | None = None
-
-    @property
-    def is_hidden(self) -> bool:
-        """True if the user does not see it."""
-        return self.metadata is not None and not self.metadata.user_visible
-
-
-class _Call(msgspec.Struct, gc=False):
-    name: str
-    arguments: msgspec.Raw = NO_JSON
-
-
-_CALL = msgspec.json.Decoder(_Call)
-_PART_LIST = msgspec.json.Decoder(list[_Part])
 
 
 class _Database:
@@ -136,19 +84,19 @@ class _Database:
         has = self.has["messages"]
         metadata = "metadata_json" if "metadata_json" in has else "NULL"
         created = "created_timestamp" if "created_timestamp" in has else "NULL"
-        order = "created_timestamp, id" if has >= {"created_timestamp", "id"} else "rowid"
+        order = "id" if "id" in has else "rowid"  # as they were written
         query = f"SELECT role, content_json, {metadata}, {created} FROM messages"
         query += f" WHERE CAST(session_id AS TEXT) = ? ORDER BY {order}"
         rows = self.database.execute(query, (session,)).fetchall()
         for number, (role, content, facts, time) in enumerate(rows):
             yield (
                 f"message {number}",
-                b'{"role":%s,"content":%s,"metadata":%s,"created":%s}'
+                b'{"role":%s,"content":%s,"created":%s,"metadata":%s}'
                 % (
                     msgspec.json.encode(role if isinstance(role, str) else None),
                     _text(content),
-                    _text(facts) or b"null",
                     msgspec.json.encode(time),
+                    _text(facts) or b"null",
                 ),
             )
 
@@ -164,86 +112,210 @@ def _text(value: Any) -> bytes:
 
 
 def identity(_: str, message: bytes) -> str | None:
-    """Return an answer with its time, which a fork copies; answers without a time are no copies."""
-    is_dated = b'"role":"assistant"' in message and not message.endswith(b'"created":null}')
-    return repr(message) if is_dated else None
+    """Return an answer with its time, which a fork copies; answers without a time are no copies.
+
+    Who sees it is left out: a compaction changes that in one of the copies.
+    """
+    copied = message.rpartition(b',"metadata":')[0]
+    is_dated = b'"role":"assistant"' in copied and not copied.endswith(b'"created":null')
+    return repr(copied) if is_dated else None
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A stored message, or several that are sent as one.
+
+    Attributes:
+        given: Why the model did not write it; None if it did.
+        begins: True if it begins a context.
+        tip: What it follows.
+    """
+
+    message: StoredMessage
+    where: str
+    is_copied: bool
+    begins: bool = False
+    given: str | None = None
+    parts: list[Part] = field(default_factory=list)
+    tip: Said | None = None
+
+    @property
+    def kind(self) -> str:
+        """What Goose calls its effective role."""
+        return "tool" if self.message.ids("toolResponse") else self.message.role
 
 
 def read(lines: Iterator[Line], log: Contexts) -> None:
     """Read the messages of a session."""
-    hidden: tuple[_Message, str] | None = None  # of the user; what follows tells what it is
-    for where, _, message in lines:
-        if hidden is not None:
-            is_compaction = message.is_hidden and message.role == "assistant"
-            _say_hidden(*hidden, log, is_compaction=is_compaction)
-        hidden = (message, where) if message.is_hidden and message.role == "user" else None
-        if hidden is None:
-            _say(message, where, log)
-    if hidden is not None:
-        _say_hidden(*hidden, log, is_compaction=False)
+    stored = [_Entry(message, where, log.is_copied) for where, _, message in lines]
+    session = _Session(log, {name for one in stored for name in one.message.ids("toolResponse")})
+    _note_inverted(stored)
+    for entry in _joined(_sent(stored)):
+        session.add(entry)
+    session.flush()
 
 
-def _say_hidden(message: _Message, where: str, log: Contexts, *, is_compaction: bool) -> None:
-    """Add the summary of a compaction; leave out that of a single call."""
-    if is_compaction:
-        note(SUMMARIES)
-        log.replace()
-    elif message.metadata is not None and message.metadata.agent_visible:
-        note(REPLACED)
-        return
-    _say(message, where, log)
+def _note_inverted(stored: Sequence[_Entry]) -> None:
+    times = {
+        name: one.message.created or 0 for one in stored for name in one.message.ids("toolRequest")
+    }
+    for one in stored:
+        if one.message.created is not None:
+            late = [times.get(name, 0) for name in one.message.ids("toolResponse")]
+            note(INVERTED, sum(time > one.message.created for time in late))
 
 
-def _say(message: _Message, where: str, log: Contexts) -> None:
-    parts = [sent for part in message.content if (sent := _part(part, where)) is not None]
-    pieces = anthropic.messages_of(message.role, parts, where) if parts else []
-    is_written = message.is_hidden and message.role == "assistant"
-    log.say(pieces, where, given=WRITTEN if is_written else False)
+def _sent(stored: Sequence[_Entry]) -> Iterator[_Entry]:
+    """Leave out what is not sent, and find where contexts begin."""
+    for one, after in pairwise(stored):
+        hides = one.message.is_hidden and not one.message.facts.turn_context
+        is_start = after.message.is_hidden and after.message.role == "assistant"
+        one.begins = hides and one.message.role == "user" and is_start
+    last_start = max((i for i, one in enumerate(stored) if one.begins), default=-1)
+    unseen = [one.message for one in stored if not one.message.facts.agent_visible]
+    replaced = {message.created for message in unseen if message.ids("toolResponse")} - {None}
+    is_command = False
+    for i, one in enumerate(stored):
+        message = one.message
+        is_reply = is_command and message.role == "assistant"
+        is_command = message.role == "user" and (message.is_command or _is_resolved(stored, i))
+        if message.is_hidden:
+            hides = message.role == "user" and not message.facts.turn_context and not one.begins
+            if hides and message.created in replaced:
+                note(REPLACED)
+                continue
+        elif not (message.facts.agent_visible or message.has_tools) and (
+            i > last_start or is_command or is_reply
+        ):
+            note(UNSENT, int(any(map(is_sent, message.content))))
+            continue
+        yield one
 
 
-def _part(part: _Part, where: str) -> Part | None:
-    """Return a part as in Anthropic's API; None if it is not sent."""
-    if part.type == "toolRequest" and part.tool_call is not None:
-        if part.tool_call.error is not None:
-            note(FAILED)
-            return None
-        call = decode_document(_CALL, msgspec.json.encode(part.tool_call.value), where)
-        return Part(type="tool_use", id=part.id, name=call.name, input=call.arguments)
-    if part.type == "toolResponse":
-        result = part.tool_result or _Told()
-        content = result.value.get("content") if isinstance(result.value, Mapping) else result.value
-        if result.error is not None or not isinstance(content, list):
-            text = result.error if result.error is not None else content
-            encoded = msgspec.json.encode(text if isinstance(text, str) else "")
+def _is_resolved(stored: Sequence[_Entry], i: int) -> bool:
+    """True if the next message is what Goose sends in place of this command."""
+    after = stored[i + 1] if i + 1 < len(stored) else None
+    hides = after is not None and after.message.is_hidden and after.message.role == "user"
+    is_other = after is not None and not after.message.facts.turn_context and not after.begins
+    return stored[i].message.text.startswith("/") and hides and is_other
+
+
+def _joined(entries: Iterable[_Entry]) -> Iterator[_Entry]:
+    """Join the calls of one answer, which are stored one by one, each with its result."""
+    answer: _Entry | None = None
+    results: list[_Entry] = []
+    for entry in entries:
+        if answer is not None and entry.kind == "tool":
+            results.append(entry)
+        elif answer is not None and results and _is_split(answer.message, entry.message):
+            note(SPLIT)
+            answer.message.content += [p for p in entry.message.content if p.type == "toolRequest"]
         else:
-            inner = decode_document(_PART_LIST, msgspec.json.encode(content), where)
-            shown = [sent for one in inner if (sent := _part(one, where)) is not None]
-            encoded = msgspec.json.encode(
-                [known({n: v for n, v in msgspec.structs.asdict(p).items() if n in _SENT and v})
-                 for p in shown]
-            )  # fmt: skip
-        return Part(
-            type="tool_result",
-            tool_use_id=part.id,
-            content=msgspec.Raw(encoded),
-            is_error=result.has_failed,
-        )
-    if part.type == "image":
-        source = {"type": "base64", "media_type": part.mime_type, "data": part.data}
-        return Part(type="image", source=known(source))
-    return Part(type=part.type, text=part.text, thinking=part.thinking) if _is_sent(part) else None
+            yield from () if answer is None else (answer, *results)
+            answer, results = (entry, []) if entry.kind == "assistant" else (None, [])
+            yield from () if answer is not None else (entry,)
+    yield from () if answer is None else (answer, *results)
 
 
-_SENT = ("type", "text", "source")
+def _is_split(answer: StoredMessage, after: StoredMessage) -> bool:
+    thoughts, before = ({p.thinking for p in m.content} for m in (after, answer))
+    calls = answer.ids("toolRequest") and after.ids("toolRequest")
+    is_same = after.role == "assistant" and after.created == answer.created is not None
+    return bool(calls) and is_same and not after.text and thoughts <= before | {None}
 
 
-def _is_sent(part: _Part) -> bool:
-    return part.type in {"text", "thinking"} or part.type not in _PARTS.types
+@dataclass(slots=True)
+class _Session:
+    """What is said of a session.
+
+    Attributes:
+        answered: Ids of the calls that have a result.
+        pending: What may continue.
+        before: What was said before `last`.
+        last: What was said last.
+    """
+
+    log: Contexts
+    answered: set[str | None]
+    pending: _Entry | None = None
+    before: _Entry | None = None
+    last: _Entry | None = None
+
+    def add(self, entry: _Entry) -> None:
+        """Add a message to the one before, if these are sent as one."""
+        if entry.begins:
+            self.flush()
+            note(SUMMARIES)
+            self.log.replace()
+            self.before = self.last = None
+        sent = [part_of(part, entry.where) for part in entry.message.content]
+        entry.parts = [part for part in sent if part is not None]
+        entry.given = self._given(entry)
+        if not any(part.type != "text" or part.text for part in entry.parts):
+            return
+        one = self.pending
+        if one is None or (one.kind, one.given, one.is_copied) != (
+            entry.kind,
+            entry.given,
+            entry.is_copied,
+        ):
+            self.flush()
+            self.pending = entry
+        else:
+            one.parts += entry.parts
+
+    def _given(self, entry: _Entry) -> str | None:
+        if entry.kind != "assistant":
+            return None
+        if entry.message.is_hidden:
+            return WRITTEN
+        names = {part.name for part in entry.parts if part.type == "tool_use"}
+        if _PLACEHOLDER in names:
+            return PLACEHOLDERS
+        results, answer = self.pending, self.last
+        if names or results is None or results.kind != "tool" or answer is None:
+            return None
+        outputs = [bytes(part.input) for part in answer.parts if part.name in _FINAL]
+        text = entry.message.text.encode()
+        return REPEATED if any(same_json(text, output) for output in outputs) else None
+
+    def flush(self) -> None:
+        """Say what is pending."""
+        entry, self.pending = self.pending, None
+        if entry is None:
+            return
+        self._drop_open_calls(entry)
+        self._say(entry)
+
+    def _drop_open_calls(self, entry: _Entry) -> None:
+        """Take calls of the last answer that have no result out of what follows."""
+        answer, before = self.last, self.before
+        if answer is None or answer.kind != "assistant":
+            return
+        rest = [p for p in answer.parts if p.type != "tool_use" or p.id in self.answered]
+        if len(rest) == len(answer.parts):
+            return
+        self.log.rewind(answer.tip)
+        self.last, self.before = before, None
+        if rest:
+            self._say(replace(answer, parts=rest))
+        elif before is not None and before.kind == entry.kind == "user":
+            self.log.rewind(before.tip)
+            self.last = None
+            entry.parts = [*before.parts, *entry.parts]
+
+    def _say(self, entry: _Entry) -> None:
+        pieces = anthropic.messages_of(entry.message.role, entry.parts, entry.where)
+        self.log.is_copied = entry.is_copied
+        before = self.log.tip
+        self.log.say(pieces, entry.where, given=entry.given or False)
+        entry.tip = before
+        self.before, self.last = self.last, entry
 
 
 ADAPTER = Rows(
-    records={"": _Message},
-    leaves={"facts about a message": "created metadata"},
+    records={"": StoredMessage},
+    leaves={"facts about a message": "metadata"},
     read=read,
     identity=identity,
     is_store=lambda start: all(start.tables.get(n, set()) >= has for n, has in _TABLES.items()),

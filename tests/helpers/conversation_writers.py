@@ -565,11 +565,13 @@ SYSTEM_IS_USER += ("qwen_code",)
 
 NO_SYSTEM = ("cline",)
 TEXT_ALONE = ("trl",)
-ANSWERS_JOIN = ("codex_cli", "nemo_gym")
+ANSWERS_JOIN = ("codex_cli", "goose", "nemo_gym")
+NEVER_EMPTY = ("goose",)
+SAYS = ("content", "tool_calls", "reasoning_content")
 
 
 def as_logged(name, messages):
-    """The messages as a format has them: a system's may be a user's or left out, calls too."""
+    """The messages as a format has them: none empty, a system's as a user's or left out, calls too."""
     if name in NO_SYSTEM:
         messages = [m for m in messages if m["role"] != "system"]
     if name in SYSTEM_IS_USER:
@@ -577,6 +579,8 @@ def as_logged(name, messages):
     if name in TEXT_ALONE:
         texts = [m for m in messages if m["role"] != "tool"]
         messages = [{"role": m["role"], "content": m["content"], "tool_calls": []} for m in texts]
+    if name in NEVER_EMPTY:
+        messages = [m if any(map(m.get, SAYS)) else m | {"content": "x"} for m in messages]
     return messages
 
 

@@ -12,6 +12,7 @@ from contextlib import closing
 
 SURROGATES = re.compile("[\ud800-\udfff]")
 PROGRAMS = {
+    "goose": ["(empty result)"],
     "opencode": [
         "What did we do so far?",
         "The following tool was executed by the user",
