@@ -174,10 +174,7 @@ def part_of(part: _Part, where: str) -> Part | None:
             shown = [sent for one in inner if (sent := part_of(one, where)) is not None]
             if not any(p.text or p.source or p.type not in PARTS.types for p in shown):
                 shown = [Part(text=_EMPTY)]
-            encoded = msgspec.json.encode(
-                [known({n: v for n, v in msgspec.structs.asdict(p).items() if n in _SENT and v})
-                 for p in shown]
-            )  # fmt: skip
+            encoded = msgspec.json.encode([_block(p) for p in shown])
         return Part(
             type="tool_result",
             tool_use_id=part.id,
@@ -192,7 +189,10 @@ def part_of(part: _Part, where: str) -> Part | None:
     return Part(type=part.type, text=part.text, thinking=part.thinking) if is_sent(part) else None
 
 
-_SENT = ("type", "text", "source")
+def _block(part: Part) -> dict[str, Any]:
+    """Return a part of a result as JSON, without fields that are not set."""
+    fields = {"type": part.type, "text": part.text, "source": part.source}
+    return {name: value for name, value in fields.items() if value}
 
 
 def is_sent(part: _Part) -> bool:
