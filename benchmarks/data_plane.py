@@ -33,9 +33,9 @@ from schemas.columns import arrow_schema
 from trainer.batch import cut_batch, index_rows, read_rows, to_batch
 from trainer.batches.plan import Plan, dataset_returns, make_plan
 from trainer.config.train_config import TrainConfig, load_config
-from trainer.distributed.balance import local_forests, share_rows
+from trainer.distributed.balance import padded_forests, share_rows
 from trainer.distributed.processes import local_groups
-from trainer.loss import with_weights
+from trainer.loss import with_target_weights
 from trainer.run.metrics import update_metrics
 from trainer.run.run import Run
 
@@ -126,12 +126,12 @@ def update(
     (mini_batch,) = measured("pack", lambda: cut_batch(batch, config.batch))
     run: Any = Run(config=config, accelerator=accelerator, policy=None, optimizer=None)  # type: ignore[arg-type]
     forests = mini_batch.forests
-    measured("weights", lambda: with_weights(run, batch, forests))
+    measured("weights", lambda: with_target_weights(run, batch, forests))
     rng = np.random.default_rng(accelerator.process_index)
     names = ("loss", "policy_loss", "clip_ratio", "policy_entropy", "rollout_logprobs_diff")
     parts = [
         {name: torch.from_numpy(rng.normal(size=forest.num_targets)) for name in names}
-        for forest in local_forests(accelerator, forests)
+        for forest in padded_forests(accelerator, forests)
     ]
     measured("metrics", lambda: update_metrics(accelerator, parts, "regular"))
     sizes = {"tokens": sum(forest.num_tokens for forest in forests), "micro_batches": len(forests)}

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from trainer.config.train_config import load_config
 from trainer.models.lora import linear_layers
-from trainer.reports.dry_run import state_bytes
+from trainer.run.memory import state_bytes
 
 LORA_RANK = 16
 

@@ -86,7 +86,7 @@ class Batch:
         raw_advantages: [T] advantages before `advantage.batch_normalize`.
         value_targets: [T] target values for the critic; None without one.
         weights, selected: [T] columns of the mini-batch that is trained: see
-            `trainer.loss.with_weights`.
+            `trainer.loss.with_target_weights`.
         groups: Groups of the batch, in the order of the plan.
         mini_batches: Micro-batches of each optimizer step.
         next_kl_coef: KL coefficient of the next batch.

@@ -28,7 +28,7 @@ from trainer.batches.overlap import CopyToCpu, columns_to_device, to_device
 from trainer.batches.sampling_support import teacher_sets
 from trainer.config.functions import LOSS_REDUCTION, POLICY_LOSS, Function, bind
 from trainer.config.loss_config import LossConfig
-from trainer.distributed.balance import Watch, local_forests
+from trainer.distributed.balance import Watch, padded_forests
 from trainer.distributed.processes import of_all_processes, over_processes
 from trainer.run.messages import SELECTION, UNWATCHED, Passes
 from trainer.run.run import Run
@@ -99,11 +99,12 @@ def targets_of(batch: Batch, slot: Tensor, outputs: Sequence[Tensor]) -> Targets
     return Targets(logprobs=logprobs, entropy=entropy, divergence=distance, **at_targets)
 
 
-def with_weights(
+def with_target_weights(
     run: Run, batch: Batch, forests: Sequence[Forest], passes: Passes = UNWATCHED
 ) -> Batch:
     """Add the columns of a mini-batch that depend on all its targets: `weights` and `selected`.
 
+    A loss that selects targets (clip_cov, kl_cov) first forwards all micro-batches without gradients;
     clip_cov draws the targets that it leaves out with torch's generator.
     """
     slots = torch.cat([torch.zeros(0, dtype=torch.int64), *(f.target_slot for f in forests)])
@@ -210,7 +211,7 @@ def _at_targets(
     # Copied to the CPU while the next micro-batch is forwarded.
     parts = [
         (forest.target_slot, CopyToCpu({"values": forward(forest)}))
-        for forest in watch(local_forests(run.accelerator, forests))
+        for forest in watch(padded_forests(run.accelerator, forests))
     ]
     for slot, arriving in parts:
         values[slot] = arriving.read()["values"]

@@ -93,7 +93,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
     plan, config = run.plan, run.config
     write = partial(write_in_main, run.accelerator, run.out)
     progress, metrics = run.progress, dict[str, Any]()
-    every, stop = config.run.save_every_updates, Stop()
+    save_every, stop = config.run.save_every_updates, Stop()
     with ExitStack() as held, stops_when_full(Path(config.run.out)):
         write(lambda: _lock_and_roll_back(run, held))
         with stop.requested_by_signals(), _open_log(run) as log:
@@ -104,7 +104,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
                 progress, metrics = step.progress, step.metrics
                 samples = samples_of(run, step.batch.groups, step.number) if log else []
                 write(partial(log.write, metrics, step.tokens, samples) if log else None)
-                if every and not metrics["skipped"] and progress.global_step % every == 0:
+                if save_every and not metrics["skipped"] and progress.global_step % save_every == 0:
                     save(run, progress, log)
                 is_over = progress.global_step == config.batch.max_updates
                 if stop.is_requested(run.accelerator) or is_over:

@@ -37,7 +37,7 @@ from trainer.batches.plan import split
 from trainer.distributed.balance import (
     Watch,
     gather_places,
-    local_forests,
+    padded_forests,
     share_rows,
     with_repeated_share,
 )
@@ -48,8 +48,8 @@ from trainer.loss import (
     objective,
     policy_logprobs,
     targets_of,
+    with_target_weights,
     with_teacher,
-    with_weights,
 )
 from trainer.models.critic import clipped_value_loss
 from trainer.models.optimizer import clip_and_step, rate_factor, set_learning_rate
@@ -201,9 +201,9 @@ def ready_batch(
     Within a batch, `position.outputs` has the outputs of the models at its start.
     """
     config, accelerator = run.config, run.accelerator
-    every = share_rows(accelerator, rows, run.plan, groups, config)
+    all_rows = share_rows(accelerator, rows, run.plan, groups, config)
     batch = to_batch(
-        every,
+        all_rows,
         config.batch.max_row_tokens,
         imitates=config.loss.is_supervised,
         pictures=run.pictures,
@@ -282,13 +282,13 @@ def make_update(run: Run, step: Step, progress: Progress, passes: Passes = UNWAT
     counts = [(f.num_targets, f.num_tokens, 1) for f in forests]
     totals = over_processes(accelerator, np.sum(counts or [(0, 0, 0)], axis=0), "sum")
     num_trained, num_forwarded, num_micro_batches = map(int, totals)
-    batch = with_weights(run, step.batch, forests, passes)
+    batch = with_target_weights(run, step.batch, forests, passes)
     records, seed = run.config.run.record_tokens, run.config.run.seed
     recorder = recorder_of(
         accelerator, batch, forests, records, seed=seed, global_step=progress.global_step + 1
     )
     parts, failures = list[CopyToCpu](), list[RolloutError]()
-    share = local_forests(accelerator, forests)
+    share = padded_forests(accelerator, forests)
     for done, forest in enumerate(passes(TRAINING, share), start=1):
         slot = forest.target_slot
         temperature = to_device(batch.temperature[slot], accelerator.device)
@@ -371,7 +371,7 @@ def update_critic(
     here = sum(forest.num_targets for forest in forests)
     num_trained = int(over_processes(accelerator, [here], "sum")[0])
     clip, device = run.config.loss.value_clip, accelerator.device
-    sums, share = torch.zeros(3, device=device), local_forests(accelerator, forests)
+    sums, share = torch.zeros(3, device=device), padded_forests(accelerator, forests)
     for done, forest in enumerate(watch(share), start=1):
         slot = forest.target_slot
         with without_reduction(critic) if done < len(share) else nullcontext():

@@ -219,7 +219,7 @@ def balance(costs: FloatArray, units: IntArray, num_ranks: int) -> IntArray:
     return rank_of[unit]
 
 
-def local_forests(accelerator: Accelerator, forests: Sequence[Forest]) -> list[Forest]:
+def padded_forests(accelerator: Accelerator, forests: Sequence[Forest]) -> list[Forest]:
     """Return this process's micro-batches, padded with fillers.
 
     Thus all processes forward the same number of micro-batches.

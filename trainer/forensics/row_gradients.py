@@ -33,7 +33,7 @@ from schemas.ragged import BoolArray, FloatArray, IntArray
 from trainer.batch import Batch, completed
 from trainer.batches.forest import Forest, chain_forests
 from trainer.config.functions import POLICY_LOSS
-from trainer.loss import objective, targets_of, with_weights
+from trainer.loss import objective, targets_of, with_target_weights
 from trainer.models.attention import forward_mode_attention
 from trainer.models.policy import Policy
 from trainer.run.run import Run
@@ -174,7 +174,7 @@ def linearize(learner: Run, batch: Batch, forests: Sequence[Forest]) -> Lineariz
     Raises:
         InputError: A user's loss fails, or its result is invalid.
     """
-    batch = with_weights(learner, batch, forests)
+    batch = with_target_weights(learner, batch, forests)
     device, targets = learner.accelerator.device, np.zeros(len(batch.trains), np.bool_)
     c, e, outputs = (torch.zeros(len(targets)) for _ in range(3))
     for forest in forests:

@@ -25,9 +25,9 @@ from trainer.distributed.sending import on_this_machine
 from trainer.distributed.sharding import is_sharded, whole_weights
 from trainer.models.lora import checkpoint_weights, save_adapter
 from trainer.models.policy import Policy
-from trainer.reports.dry_run import available_bytes, estimate_memory, seconds_per_token
 from trainer.rl.config import RlConfig
 from trainer.run.checkpoint import remove_directory, write_model
+from trainer.run.memory import available_bytes, estimate_memory, seconds_per_token
 from trainer.run.messages import UNWATCHED, Remark, show
 from trainer.run.open_run import open_models, open_run
 from trainer.run.run import Run

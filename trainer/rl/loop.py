@@ -4,7 +4,7 @@ Driver           asks for the groups of an iteration, waits until they are whole
                  the update, it has the new weights loaded
 Collector        samples groups with the engine, as far ahead as `max_staleness` allows
 Learning         trains on the groups in a thread of its own, in all processes together
-                 (`trainer.rl.orders`), while the Collector goes on
+                 (`trainer.rl.followers`), while the Collector goes on
 WeightSwapEngine waits for running calls, if `weight_sync` is "wait"; then it loads the weights, for
                  which new calls wait
 """
@@ -45,9 +45,9 @@ from trainer.models.policy import Policy
 from trainer.rl.collector import Collector, endless_tasks
 from trainer.rl.config import ROLLOUTS, RlConfig
 from trainer.rl.evaluation import EvaluationSet, evaluate, notes_of, read_sets
+from trainer.rl.followers import SAVE, UPDATE, Orders, follow, leading
 from trainer.rl.groups import Groups
 from trainer.rl.learning import Learning, check_lengths
-from trainer.rl.orders import SAVE, UPDATE, Orders, follow, leading
 from trainer.rl.reporting import (
     SamplingProgress,
     evaluation_line,

@@ -13,8 +13,8 @@ from typing import Any
 from pipelines.generation.engines.base import Engine, WrappedEngine, is_adapter
 from trainer.engine.colocated import ColocatedVllm
 from trainer.rl.config import RlConfig
+from trainer.rl.followers import ENGINE, WEIGHTS
 from trainer.rl.learning import Learning
-from trainer.rl.orders import ENGINE, WEIGHTS
 from trainer.run.messages import say
 
 _WHOLE_MODELS = (

@@ -120,7 +120,7 @@ class Passes:
     def __call__(self, name: str, share: Sequence[Forest]) -> Iterator[Forest]:
         """Yield the micro-batches of a pass, and count them.
 
-        `share` are this process's micro-batches, from `local_forests`.
+        `share` are this process's micro-batches, from `padded_forests`.
         """
         num_tokens, done_tokens = sum(forest.num_tokens for forest in share), 0
         began_s, bar = self._clock(), self._bar or Bar(0, "", shows=False)

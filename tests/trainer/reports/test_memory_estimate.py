@@ -12,7 +12,8 @@ from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import VOCAB, group_rows, save_tiny_model, write_dataset
 from trainer.cli.train import plan_text
 from trainer.models.layers import plain_layers
-from trainer.reports.dry_run import _kept_by_a_forward, dry_run, estimate_memory
+from trainer.reports.dry_run import dry_run
+from trainer.run.memory import _kept_by_a_forward, estimate_memory
 from trainer.run.open_run import open_run
 
 

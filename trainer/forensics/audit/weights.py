@@ -28,8 +28,8 @@ from trainer.models.directory import check_model_directory
 from trainer.models.lora import CONFIG, add_adapter
 from trainer.models.policy import Policy, hidden_before_targets, load_policy
 from trainer.models.router_replay import replayed
-from trainer.reports.dry_run import available_bytes
 from trainer.run.checkpoint import checkpoints
+from trainer.run.memory import available_bytes
 
 _NUMBERED = re.compile(r"(version|global_step)_(\d+)")
 CACHED_SHARE = 0.4
