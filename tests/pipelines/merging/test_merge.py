@@ -146,7 +146,7 @@ def is_alone(row):
 def kind(row):
     if is_alone(row):
         return object()
-    names = ("token_source", "temperature", "top_p", "top_k", "error")
+    names = ("token_source", "temperature", "top_p", "top_k", "sampling_extra", "error")
     nulls = ("rollout_logprobs", "reward", "rewards", "rollout_expert_indices")
     nulls += ("sampling_support", "policy_versions")
     nulls += ("trainer_logprobs", "redacted", "teacher_token_ids", "teacher_logprobs")

@@ -16,6 +16,7 @@ from rollout_io.formats.base import Step
 from rollout_io.formats.contexts import SUMMARIES
 from rollout_io.formats.detect import load_formats, recognize
 from rollout_io.formats.grammar import SELF
+from rollout_io.formats.hermes_requests import THOUGHTS
 from rollout_io.formats.qwen_code import REMINDER
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import read_all
@@ -151,7 +152,7 @@ def check(path, name, retokenizer):
         contents is None
         or not found
         or is_exact
-        or any({*made.notes} - {SUMMARIES, REMINDER} for _, made in found)
+        or any({*made.notes} - {SUMMARIES, REMINDER, THOUGHTS} for _, made in found)
     ):
         return 0
     decoded = ""
