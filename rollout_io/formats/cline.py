@@ -40,7 +40,7 @@ from rollout_io.formats.contexts import Contexts
 from rollout_io.formats.dialects import frameworks, responses
 from rollout_io.formats.engines.records import Records, joined
 from rollout_io.formats.engines.sessions import GROUPS
-from rollout_io.formats.grammar import inner
+from rollout_io.formats.grammar import account, inner
 from rollout_io.formats.parsing.content import Message, bad_message, raw_of
 from rollout_io.formats.parsing.jsonl import decode_document, decode_line
 from rollout_io.formats.parsing.messages import MESSAGE, PARTS, read_messages
@@ -190,10 +190,15 @@ def _say(document: _Document, place: Place, log: Contexts) -> None:
 
 def _compaction(document: _Document, place: Place) -> _Compaction:
     """Return the last compaction of a session, which is in a file beside it."""
-    path = place.path.with_name(f"{document.session_id}.compaction.json")
-    if document.session_id is None or not path.is_file():
+    name = f"{document.session_id}.compaction.json"
+    path = place.path.parent / name
+    # A log's id is no path: one with a slash must not lead anywhere else.
+    if document.session_id is None or Path(name).name != name or not path.is_file():
         return _Compaction()
-    return decode_document(_COMPACTION, read_input(path), str(path))
+    compaction = decode_document(_COMPACTION, read_input(path), str(path))
+    for message in compaction.messages:
+        account(_MESSAGE, message, "compaction.messages")
+    return compaction
 
 
 def _compact(log: Contexts, compaction: _Compaction, place: Place) -> None:

@@ -46,7 +46,8 @@ def account_by_text(
         if text not in texts and holds_text(text) and _squeezed(text) not in joined:
             note_unread(name)
     for key, value in record.items():
-        if key not in left_out and isinstance(value, bool | int | float) and is_mark(key):
+        is_noted = isinstance(value, dict | list) or value in texts or holds_text(value)
+        if key not in left_out and is_mark(key) and value is not None and not is_noted:
             note_unread(f"{where}.{clip(key)}")
 
 

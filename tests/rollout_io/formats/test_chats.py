@@ -260,7 +260,9 @@ ASIDE = {
 
 
 @pytest.mark.parametrize("name", ASIDE)
-@pytest.mark.parametrize(("key", "value"), [("aside", "Not read."), ("hidden", True)])
+@pytest.mark.parametrize(
+    ("key", "value"), [("aside", "Not read."), ("hidden", True), ("parent", "17")]
+)
 def test_text_and_marks_in_keys_that_no_shape_has_are_named(name, key, value, tmp_path):
     messages = [{"role": "user", "content": "a?"}, ASIDE[name] | {key: value}]
     path = write_lines(tmp_path / "a.jsonl", {"id": "x", "conversations": messages})

@@ -317,6 +317,24 @@ def test_a_compaction_beside_a_session_takes_the_place_of_the_messages_that_it_c
     assert (found.notes, found.unread) == ({COMPACTED: 1}, {})
 
 
+def test_what_a_compaction_says_beside_its_messages_is_named(tmp_path):
+    compacted = {"source_message_count": 2, "messages": [said("user", "Go.", aside="Not read.")]}
+    save(tmp_path / "a.compaction.json", compacted)
+    path = save(tmp_path / "a.messages.json", cli("a", *turns("Go.", "One.", "b", "Two.")))
+    (name,) = read_one(path)[1].unread
+    assert (name[:19], name[-6:]) == ("compaction.messages", ".aside")
+
+
+@pytest.mark.parametrize("name", ["../a", "b/a", "..", "a\0"])
+def test_the_id_of_a_session_leads_to_no_other_folder(name, tmp_path):
+    (tmp_path / "b").mkdir()
+    for folder in (tmp_path, tmp_path / "b"):
+        save(folder / "a.compaction.json", {"source_message_count": 2, "messages": []})
+    path = save(tmp_path / "b" / "s.messages.json", cli(name, *turns("Go.", "One.")))
+    (step,) = read_one(path)[1].steps
+    assert contents(step) == ["Go.", "One."]
+
+
 def test_an_answer_that_a_compaction_kept_in_a_session_does_not_train(tmp_path):
     kept = said("assistant", "1", metadata={"compaction": "preserved"})
     history = [said("user", "Go."), kept, *turns("b", "Two.")]
