@@ -29,6 +29,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from rollout_io.formats.base import note
 from rollout_io.formats.contexts import Contexts, Said
 from rollout_io.formats.dialects.responses import tools
 from rollout_io.formats.engines.sessions import Line, Names, Sessions
@@ -95,6 +96,7 @@ _INTERRUPTED = (
     "Tool execution was interrupted before its result was recorded. "
     "Do not assume the tool completed successfully."
 )
+LATE = "results of calls that have one or are not in the context, which are not sent: left out"
 _CUT = "answers after a compaction that cut off the user's messages: left out"
 _Content = str | list[_Part] | None
 _Told = Annotated[_Content, inner(PARTS)]
@@ -250,6 +252,8 @@ class _Wire:
             piece = {"role": "assistant", "content": "", "tool_calls": [call]}
             extend(self._step(event.step_uuid, where), piece)
             self.open_calls.add(event.tool_call_id)
+        elif event.type == "tool.result" and event.tool_call_id not in self.open_calls:
+            note(LATE)
         elif event.type == "tool.result":
             self.log.say([_result(event.result or _Result(), event.tool_call_id)], where)
             self.open_calls.discard(event.tool_call_id)

@@ -300,10 +300,11 @@ def test_a_compaction_of_kimi_keeps_prompts_and_the_summary_and_undo_takes_back(
 
 
 def test_a_compaction_of_an_older_kimi_keeps_the_end(read):
-    cut = wire("context.apply_compaction", summary="In short.", compactedCount=2)
-    lines = [WIRE, prompt("Go."), *step("One."), prompt("On."), *step("Two."), cut]
-    first, second = read("kimi_cli", [*lines, prompt("More."), *step("Three.")]).steps
-    assert texts(second) == ["In short.", *texts(first)[2:], "More.", "Three."]
+    for more in ({}, {"legacyTail": True, "keptUserMessageCount": 1}):
+        cut = wire("context.apply_compaction", summary="In short.", compactedCount=2, **more)
+        lines = [WIRE, prompt("Go."), *step("One."), prompt("On."), *step("Two."), cut]
+        first, second = read("kimi_cli", [*lines, prompt("More."), *step("Three.")]).steps
+        assert texts(second) == ["In short.", *texts(first)[2:], "More.", "Three."]
 
 
 def loop(kind, **fields):
@@ -357,6 +358,21 @@ def test_what_is_written_during_a_call_of_kimi_follows_its_results_one_of_which_
         ("assistant", None),
     ]
     assert step_read.messages[3]["content"].startswith(f"{FAILED}\nTool execution was interrupted")
+
+
+def test_a_step_of_kimi_that_broke_off_waits_for_results_and_one_that_ended_does_not(read):
+    result = loop("tool.result", toolCallId="c", result={"output": "a"})
+    for reason, num_late in (("interrupted", 0), ("tool_use", 1)):
+        end = loop("step.end", uuid="s", finishReason=reason)
+        lines = [WIRE, prompt("Go."), *calling("s", "c"), end, result, *step("One.")]
+        reading = read("kimi_cli", lines)
+        (text,) = (m["content"] for m in reading.steps[0].messages if m["role"] == "tool")
+        assert (text == "a", sum(reading.notes.values())) == (not num_late, num_late)
+
+
+def test_a_call_of_kimi_in_a_context_that_was_cleared_holds_nothing_back(read):
+    lines = [WIRE, prompt("Go."), *calling("s", "c"), wire("context.clear"), prompt("On.")]
+    assert texts(read("kimi_cli", [*lines, *step("One.")]).steps[-1]) == ["On.", "One."]
 
 
 def test_an_undo_of_kimi_takes_reminders_of_its_prompt_and_ends_at_a_compaction(read):
