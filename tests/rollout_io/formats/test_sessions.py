@@ -370,8 +370,9 @@ def test_a_step_of_kimi_that_broke_off_waits_for_results_and_one_that_ended_does
         assert (text == "a", sum(reading.notes.values())) == (not num_late, num_late)
 
 
-def test_a_call_of_kimi_in_a_context_that_was_cleared_holds_nothing_back(read):
-    lines = [WIRE, prompt("Go."), *calling("s", "c"), wire("context.clear"), prompt("On.")]
+def test_what_waited_for_a_call_of_kimi_is_gone_with_its_context(read):
+    lines = [WIRE, prompt("Go."), *calling("s", "c"), prompt("Wait!"), wire("context.clear")]
+    lines += [prompt("On.")]
     assert texts(read("kimi_cli", [*lines, *step("One.")]).steps[-1]) == ["On.", "One."]
 
 
