@@ -119,12 +119,14 @@ def plain_merge(rows, rule):
             delta = row["prompt_token_ids"][len(best["prompt"] + best["response"]) :]
             best["response"] += delta + row["response_ids"]
             best["mask"] += [False] * len(delta) + row["loss_mask"]
+            best["seen"] = seen(row)
             best["last"] = index
         else:
             merged.append(
                 {
                     "id": row["trajectory_id"],
                     "kind": kind(row),
+                    "seen": seen(row),
                     "prompt": list(row["prompt_token_ids"]),
                     "response": list(row["response_ids"]),
                     "mask": list(row["loss_mask"]),
@@ -135,8 +137,20 @@ def plain_merge(rows, rule):
 
 
 def continues(sequence, row):
-    full = sequence["prompt"] + sequence["response"]
-    return sequence["kind"] == kind(row) and row["prompt_token_ids"][: len(full)] == full
+    start = seen(row)[: len(row["prompt_token_ids"])][: len(sequence["seen"])]
+    return sequence["kind"] == kind(row) and start == sequence["seen"]
+
+
+def seen(row):
+    """Each token as the model saw it: its id, and which part of which picture it stands for."""
+    ids = row["prompt_token_ids"] + row["response_ids"]
+    parts = [(token, None) for token in ids]
+    for picture in row.get("pictures") or []:
+        if picture["sha256"] is not None and picture["start"] is not None:
+            for at in range(picture["length"]):
+                where = picture["start"] + at
+                parts[where] = (ids[where], (picture["sha256"], picture["length"], at))
+    return parts
 
 
 def is_alone(row):
