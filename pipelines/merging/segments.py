@@ -78,6 +78,7 @@ def nest(
     earlier, kept_count = _kept_segments(out)
     flat = _concat_structs(new, earlier)
 
+    # A row either gets new segments or keeps its own: a merged row is never merged again as it stands.
     lengths = np.where(is_made, sequences.count, kept_count)
     order = _interleave(is_made, lengths, len(new))
     valid = is_made
@@ -121,6 +122,7 @@ def _concat_structs(new: pa.StructArray, earlier: pa.StructArray) -> pa.StructAr
         dict(zip((field.name for field in part.type), part.flatten(), strict=True))
         for part in (new, earlier)
     ]
+    # Only new segments have what this merge adds (routes, columns that appeared since): null in the others.
     names = list(fields[0] | fields[1])
     columns = []
     for name in names:
@@ -289,6 +291,7 @@ def join_routing(
             continue
         joined[sequence] = whole = _joined([part for part in parts if part is not None])
         for step, part in zip(steps, parts, strict=True):
+            # An engine may route a prefix again, otherwise: the row has one value a token, so the step keeps its own.
             if part is not None and not np.array_equal(whole[: len(part)], part):
                 routes_of_step[step] = part
     num_routed = to_arrow(routes.tokens.lengths, pa.int32(), mask=~routes.tokens.valid)
@@ -299,6 +302,7 @@ def join_routing(
 def _joined(parts: list[Routes]) -> Routes:
     pieces, num_joined = [parts[0]], len(parts[0])
     for part in parts[1:]:
+        # The earliest step that routed a token sampled it with these routes; later ones only read it again.
         if len(part) > num_joined:
             pieces.append(part[num_joined:])
             num_joined = len(part)
@@ -323,11 +327,13 @@ def routed_alike(table: pa.Table, num_prompt: IntArray, continued: IntArray) -> 
     mask = Ragged.from_arrow(table.column("loss_mask"))
     slot = np.flatnonzero(mask.values)
     row = mask.row_of(slot)
-    num_used = np.zeros(len(continued), np.int64)  # tokens before the last trained token
+    # Slots ascend, and of equal rows the last assignment stays: the tokens before the last trained one.
+    num_used = np.zeros(len(continued), np.int64)
     num_used[row] = num_prompt[row] + slot - mask.offsets[row]
     alike = np.zeros(len(continued), np.bool_)
     for step in np.flatnonzero(continued >= 0).tolist():
         before = int(continued[step])
+        # Tokens that the step before has no routes for get this step's: that must not reach what it trained.
         covered = num_routed[before] >= num_used[before] or num_routed[before] == num_routed[step]
         earlier = routes.tokens.row(before)
         alike[step] = covered and np.array_equal(routes.tokens.row(step)[: len(earlier)], earlier)
@@ -346,7 +352,7 @@ def split_routing(
         segment: [S] flat index of each step in `segments`; -1 if its row is not split.
     """
     joined = Routing.of(column)
-    if segments.type.get_field_index(NUM_ROUTED) < 0:
+    if segments.type.get_field_index(NUM_ROUTED) < 0:  # no merge of routes made these segments
         return column.take(to_arrow(row)).combine_chunks()
     of_segments = Routing.of(pa.chunked_array([pc.struct_field(segments, ROUTING)]))
     num_routed = filled(pc.struct_field(segments, NUM_ROUTED), 0)

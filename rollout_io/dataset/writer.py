@@ -129,6 +129,7 @@ class RolloutWriter:
             raise
         if self._held is not None:
             remove_leftovers(self._location)
+        # Indices go on behind what is there: readers order shards by their names.
         self._next_index = 1 + max((_index_of(p) for p in existing), default=-1)
         self._tag = f"-{os.urandom(4).hex()}" if append else ""
 
@@ -213,6 +214,7 @@ class RolloutWriter:
         if self._shard is not None:
             self._shard.discard()
             self._shard = None
+        # Shards that were published before the failure too: half a dataset looks like a whole one.
         for location in self.shards:
             location.fs.rm_file(location.path)
         self.shards, self._pending = [], []
@@ -248,6 +250,7 @@ class RolloutWriter:
         if self._parents:
             self._referred |= names_in(table)
         table = encode_prefixes(table) if self._layout == "prefix" else table
+        # Before this group and not behind the last one, so that `close` knows which shard is the last.
         if self._shard is not None and self._shard.num_bytes >= self._shard_bytes:
             self._publish(is_last=False)
         # A shard has one schema: it ends here, and the next one has its columns and the new ones.
@@ -331,6 +334,7 @@ class _Shard:
         whole = pa.Table.from_arrays(columns, schema=self._stored)
         with _writable(self._final):
             self._writer.write_table(whole, row_group_size=max(1, whole.num_rows))
+        # As written: the footer's digest covers the rows of each group, its filters cover their ids.
         self._num_rows.append(whole.num_rows)
         self._ids.add(whole)
 
@@ -352,7 +356,9 @@ class _Shard:
         return self._final
 
     def discard(self) -> None:
-        with ExitStack() as stack:
+        with (
+            ExitStack() as stack
+        ):  # from the last to the first, whatever fails: the file goes in the end
             stack.callback(self._temporary.fs.rm_file, self._temporary.path)
             stack.callback(_close, self._file)
             stack.callback(_close, self._writer)

@@ -180,6 +180,7 @@ class Transfers:
             await self._servers.call_one(url, _PAUSE, {}, attempts=1)
             await requests.run(lambda: sender.send(directory, policy_version))
             await self._check_version(url, policy_version)
+            # Cached keys and values are the old weights'. They go before the calls continue.
             for path, body in (("/reset_prefix_cache", {}), _RESUME):
                 await self._servers.call_one(url, path, body, attempts=1)
         except BaseException:
@@ -217,6 +218,7 @@ class Transfers:
     def _drop(self, url: str) -> None:
         if url in self._senders:
             sender, _ = self._senders.pop(url)
+            # A connection to a server that is gone may take minutes to close; nothing depends on its end.
             threading.Thread(target=sender.close, daemon=True).start()
 
 
@@ -230,6 +232,7 @@ class _Requests:
 
     def __call__(self, path: str, body: Body = None) -> bytes:
         """See `Post`; a failed request also ends `run`."""
+        # Once only: a second request to begin or end an update would find the first one's state.
         call = self._servers.call_one(self._url, path, body, attempts=1)
         try:
             return asyncio.run_coroutine_threadsafe(call, self._loop).result()
@@ -256,7 +259,7 @@ class _Requests:
         return result
 
     def _end(self, error: BaseException | None, result: object = None) -> None:
-        ended = self._ended
+        ended = self._ended  # now, not when the loop gets to it: `run` may have begun anew by then
 
         def set_it() -> None:
             if ended.done():
@@ -303,7 +306,9 @@ class OutputLayers:
         self._folders.append(folder)
         target = Path(folder.name)
         for file in path.iterdir():
-            if file.is_file() and file.name != INDEX:
+            if (
+                file.is_file() and file.name != INDEX
+            ):  # the index is written again, with the new layer
                 (target / file.name).symlink_to(file.resolve())
         source = next((f for f in path.glob("*.safetensors") if EMBEDDING in _header(f)[0]), None)
         if source is None:
