@@ -47,7 +47,7 @@ from rollout_io.formats.dialects.bodies import answers_of, prompt_of
 from rollout_io.formats.parsing.bodies import Answer, Int32, Request, Response
 from rollout_io.formats.parsing.completions import read_choices, whole_response
 from rollout_io.formats.parsing.content import NO_JSON
-from rollout_io.formats.parsing.jsonl import decode_line, refuse_not_utf8
+from rollout_io.formats.parsing.jsonl import decode_line, decoded, refuse_not_utf8
 from rollout_io.formats.parsing.model_calls import EMPTY, Call, conversations_of
 from rollout_io.formats.parsing.records import (
     TASK_LABELS,
@@ -176,11 +176,12 @@ def read_session(run: Run, options: Options) -> Trajectory:
         entries = [_mapped(logged, options.map) for logged in mapped.calls_of(run, options.map)]
     _order(f"session {session}", entries)
     steps = _steps(entries, run, options)
-    labels = _labels(entries[0])
-    unread = unread_labels(_FIELDS_DECODER.decode(entries[0].content))
-    note_unread_labels(labels | unread, run.instance_id, "name the sessions TASK/REPETITION")
+    labels, fields = _labels(entries[0]), decoded(_FIELDS_DECODER, entries[0].content)
+    note_unread_labels(
+        labels | unread_labels(fields), run.instance_id, "name the sessions TASK/REPETITION"
+    )
     last = entries[-1]
-    fields = _FIELDS_DECODER.decode(last.content)
+    fields = decoded(_FIELDS_DECODER, last.content)
     skipped = _NO_METRICS - {options.reward}
     metrics = numbers({n: raw for n, raw in fields.items() if n not in skipped}, last.place.where)
     return Trajectory(steps=steps, reward=last.call.reward, metrics=metrics, user_values=labels)

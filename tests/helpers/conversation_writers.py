@@ -466,7 +466,7 @@ def openhands_sdk(messages):
 
 def openhands_llm(messages):
     answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-    speaking = [i for i in answers if messages[i]["content"] or messages[i].get("tool_calls")]
+    speaking = [i for i in answers if any(map(messages[i].get, SAYS))]
     end, sent = max(speaking or answers), [with_json(m) for m in messages]
     record = {"messages": sent[:end], "response": {"choices": [{"message": sent[end]}]}}
     return document(record | {"timestamp": 1.5, "latency_sec": 1})
@@ -567,6 +567,17 @@ NO_SYSTEM = ("cline",)
 TEXT_ALONE = ("trl",)
 ANSWERS_JOIN = ("codex_cli", "goose", "nemo_gym")
 NEVER_EMPTY = ("goose",)
+NOTHING_UNSENT = (
+    "claude_code",
+    "cline",
+    "codex_cli",
+    "copilot_cli",
+    "cursor",
+    "droid",
+    "gemini_cli",
+)
+NOTHING_UNSENT += ("gemini_cli, lines", "grok_cli", "hermes", "kimi_cli", "openclaw", "opencode")
+NOTHING_UNSENT += ("openhands_sdk", "pi", "qwen_code", "session_traces")
 SAYS = ("content", "tool_calls", "reasoning_content")
 
 
@@ -594,4 +605,6 @@ def log_of(name, messages):
 def facts_in(name, messages):
     """What must be read of a log."""
     logged = as_logged(name, messages)
+    if name in NOTHING_UNSENT:  # an answer that says nothing is not sent again
+        logged = [m for m in logged if m["role"] != "assistant" or any(map(m.get, SAYS))]
     return facts_of(joined(logged) if name in ANSWERS_JOIN else logged)

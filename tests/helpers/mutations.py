@@ -37,7 +37,15 @@ def possible_counts(content):
     """How many records lines are: those that are not blank; or 1, where they may be one document."""
     lines = [line.strip() for line in content.split(b"\n") if line and not line.isspace()]
     is_document = bool(lines) and (lines[0] == b"{" or lines[0].startswith(b"["))
-    return {len(lines), 1} if is_document else {len(lines)}
+    is_other = not any(map(_is_record, lines[:8]))  # such as UTF-16, or a file that was cut
+    return {len(lines), 1} if is_document or is_other else {len(lines)}
+
+
+def _is_record(line):
+    try:
+        return isinstance(json.loads(line.decode()), dict | list)  # bytes may be read as UTF-16
+    except (ValueError, RecursionError):
+        return False
 
 
 def _byte_damage(content, rng):

@@ -172,7 +172,8 @@ def _listed_calls(value: Any) -> list[Message]:
 
 def _holds_answer(fields: Mapping[str, Any]) -> bool:
     more = fields.get("additional_kwargs") or {}
-    names = ("content", "parts", "blocks", "tool_calls", "kwargs", "data", "thought")
+    contents = ("content", "parts", "blocks", "kwargs", "data")
+    names = (*contents, "tool_calls", "thought", "reasoning_content", "reasoning")
     return any(fields.get(name) for name in names) or bool(more.get("tool_calls"))
 
 

@@ -191,7 +191,9 @@ def _openai_call(call: Any) -> Any:
 
 
 def _of_langchain(message: Mapping[str, Any], role: str, where: str) -> list[Message]:
-    calls = [*(message.get("tool_calls") or ()), *(message.get("invalid_tool_calls") or ())]
+    listed = [v for n in ("tool_calls", "invalid_tool_calls") if (v := message.get(n))]
+    others = [calls for calls in listed if not isinstance(calls, list)]  # refused with the message
+    calls = others[0] if others else [call for calls in listed for call in calls]
     content = message.get("content")
     if calls and isinstance(content, list):
         content = [
@@ -199,7 +201,8 @@ def _of_langchain(message: Mapping[str, Any], role: str, where: str) -> list[Mes
         ]
     if isinstance(content, list):
         content = [langchain_block(part) for part in content]
-    more = message.get("additional_kwargs") or {}
+    more = message.get("additional_kwargs")
+    more = more if isinstance(more, Mapping) else {}
     fields = {
         "role": role,
         "content": content,

@@ -122,8 +122,7 @@ def _span(fields: Any, where: str, trace: Any = None, **of_trace: Any) -> Span:
         attributes=attributes,
         events=[
             tree_of(_pairs(event.get("attributes"))) | {"name": event.get("name")}
-            for event in fields.get("events") or ()
-            if isinstance(event, Mapping)
+            for event in _objects(fields.get("events"), f"{where}, events")
         ],
         error=str(message or "error") if code == "2" or code.endswith("ERROR") else None,
         **of_trace,
@@ -131,9 +130,9 @@ def _span(fields: Any, where: str, trace: Any = None, **of_trace: Any) -> Span:
 
 
 def _of_otlp(record: Mapping[str, Any], where: str) -> Iterator[Span]:
-    for resource in _first(record, "resourceSpans", "resource_spans") or ():
-        for scope in _first(resource, "scopeSpans", "scope_spans") or ():
-            for span in scope.get("spans") or ():
+    for resource in _objects(_first(record, "resourceSpans", "resource_spans"), where):
+        for scope in _objects(_first(resource, "scopeSpans", "scope_spans"), where):
+            for span in _objects(scope.get("spans"), where):
                 yield _span(span, where)
 
 
@@ -141,11 +140,12 @@ def _of_langfuse(record: Mapping[str, Any], where: str) -> Iterator[Span]:
     trace = record.get("trace", record)
     trace = trace if isinstance(trace, Mapping) else {}
     trace_id = _id(trace.get("id"), f"{where}, trace.id")
-    observations = record.get("observations") or trace.get("observations") or []
+    observations = record.get("observations") or trace.get("observations")
     scores = [
         score
-        for score in (*(trace.get("scores") or ()), *(record.get("scores") or ()))
-        if isinstance(score, Mapping) and isinstance(score.get("value"), int | float | bool)
+        for holder in (trace, record)
+        for score in _objects(holder.get("scores"), f"{where}, scores")
+        if isinstance(score.get("value"), int | float | bool)
     ]
     named = {str(score.get("name")): float(score["value"]) for score in scores}
     opinions = frozenset(
@@ -155,9 +155,8 @@ def _of_langfuse(record: Mapping[str, Any], where: str) -> Iterator[Span]:
     )
     labels = {"name": trace.get("name"), "session": trace.get("sessionId")}
     labels |= {"user": trace.get("userId"), "release": trace.get("release")}
-    for observation in observations:
-        logged = value_of(observation.get("metadata"))
-        logged = logged if isinstance(logged, Mapping) else {}
+    for observation in _objects(observations, f"{where}, observations"):
+        logged = _mapping(observation.get("metadata"))
         attributes = tree_of(_mapping(logged.get("attributes")))
         fields = ("input", "output", "modelParameters", "toolDefinitions", "model")
         attributes["langfuse"] = {name: observation.get(name) for name in fields}
@@ -179,11 +178,11 @@ def _of_langfuse(record: Mapping[str, Any], where: str) -> Iterator[Span]:
 
 def _of_mlflow(record: Mapping[str, Any], where: str) -> Iterator[Span]:
     info = _object(record["info"], f"{where}, info")
-    spans = _object(record["data"], f"{where}, data").get("spans") or []
+    spans = _object(record["data"], f"{where}, data").get("spans")
     trace_id = info.get("trace_id") or info.get("request_id")
     scores, opinions = {}, set()
-    for assessment in info.get("assessments") or ():
-        value = (assessment.get("feedback") or {}).get("value", assessment.get("value"))
+    for assessment in _objects(info.get("assessments"), f"{where}, assessments"):
+        value = _mapping(assessment.get("feedback")).get("value", assessment.get("value"))
         if isinstance(value, int | float | bool):
             name = str(assessment.get("assessment_name") or assessment.get("name"))
             scores[name] = float(value)
@@ -192,7 +191,7 @@ def _of_mlflow(record: Mapping[str, Any], where: str) -> Iterator[Span]:
             if assessment.get("span_id") or judge in {"LLM_JUDGE", "AI_JUDGE"}:
                 opinions.add(name)
     labels = {"session": str(info["session"])} if info.get("session") else {}
-    for span in spans:
+    for span in _objects(spans, f"{where}, spans"):
         of_trace = {"scores": scores, "labels": labels, "opinions": frozenset(opinions)}
         yield _span(span, where, trace_id, **of_trace)
 
@@ -321,6 +320,15 @@ def _object(value: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(decoded, Mapping):
         raise InputError("record_type", where, type(value).__name__, "an object")
     return decoded
+
+
+def _objects(value: Any, where: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the objects of a list; none if there is no list."""
+    elements = [] if value is None else value_of(value)
+    if not isinstance(elements, list):
+        raise InputError("record_type", where, type(value).__name__, "a list")
+    for i, element in enumerate(elements):
+        yield _object(element, f"{where}[{i}]")
 
 
 def protobuf_records(content: bytes, where: str) -> list[Any]:

@@ -57,6 +57,7 @@ _ESCAPES = re.compile(
 """All escapes, so that the backslash of one is never taken for the start of the next."""
 
 NESTED = "lists or objects are nested too deeply"
+_NESTED_HINT = "check the file: no engine nests JSON this deeply"
 
 
 class _Unit(NamedTuple):
@@ -190,8 +191,7 @@ def _decode(decoder: msgspec.json.Decoder[T], content: bytes, where: str, unit: 
     except msgspec.DecodeError as error:
         raise _syntax_error(error, content, where, unit) from None
     except RecursionError:
-        hint = "check the file: no engine nests JSON this deeply"
-        raise InputError(unit.error_id, where, NESTED, hint=hint) from None
+        raise InputError(unit.error_id, where, NESTED, hint=_NESTED_HINT) from None
 
 
 @contextmanager
@@ -201,6 +201,13 @@ def contained(where: str) -> Iterator[None]:
         yield
     except (RolloutError, OSError):
         raise
+    except msgspec.ValidationError as error:  # of a part that is decoded by itself
+        raise type_error(error, where) from None
+    except RecursionError:
+        raise InputError(_LINE.error_id, where, NESTED, hint=_NESTED_HINT) from None
+    except OverflowError:
+        finding, expected = "a number that no float holds", "a smaller number"
+        raise WrongType("record_type", where, finding, expected, _fields_hint()) from None
     except Exception as error:
         finding = " ".join(
             f"reading the record failed with {type(error).__name__}: {error}".split()

@@ -4,6 +4,7 @@ import os
 import re
 import zlib
 
+import msgspec
 import polars as pl
 import pytest
 
@@ -329,17 +330,26 @@ def reader_that_raises(error, log):
     return Reader(settings, {}), [item for item in found if hasattr(item, "places")]
 
 
+NO_INTEGER = msgspec.ValidationError("Expected `int`, got `str` - at `$.a`")
+
+
 @pytest.mark.parametrize(
-    "error", [MemoryError(), RecursionError(), OverflowError("x"), zlib.error("x"), TypeError("x")]
+    ("error", "rule"),
+    [
+        *(
+            (error, "unreadable_record")
+            for error in (MemoryError(), zlib.error("x"), TypeError("x"))
+        ),
+        *((RecursionError(), "json_line"), (OverflowError("x"), "record_type")),
+        (NO_INTEGER, "record_type"),
+    ],
 )
-def test_whatever_a_record_makes_its_reader_raise_rejects_it_alone(error, tmp_path):
+def test_whatever_a_record_makes_its_reader_raise_rejects_it_alone(error, rule, tmp_path):
     log = write(tmp_path / "log", call("a/0"), call("b/0"))
     reader, runs = reader_that_raises(error, log)
     (part,) = reader.parts(runs)
     assert part.table.column("trajectory_id").to_pylist() == ["b_0"]
-    assert [(r.place.where, r.error.rule) for r in reader.rejected] == [
-        ("log:1", "unreadable_record")
-    ]
+    assert [(r.place.where, r.error.rule) for r in reader.rejected] == [("log:1", rule)]
 
 
 def test_an_error_of_the_disk_is_no_records(tmp_path):

@@ -71,6 +71,15 @@ def test_a_log_without_an_answer_has_no_calls(name, tmp_path):
     assert (runs, {r.error.rule for r in rejected}) == ([], {"no_calls"})
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "trl"])  # it has text alone
+def test_an_answer_of_thoughts_alone_is_an_answer(name, tmp_path):
+    thought = {"role": "assistant", "content": "", "tool_calls": [], "reasoning_content": "2 + 2"}
+    form, path = saved(tmp_path, name, [{"role": "user", "content": "4?"}, thought])
+    ((_, result),), _ = read_all(FORMATS[form], path)
+    (step,) = result.steps
+    assert step.messages[-1]["reasoning_content"] == "2 + 2"
+
+
 @each_format
 def test_without_a_tokenizer_text_is_refused_with_the_way_to_give_one(name, tmp_path):
     form, path = saved(tmp_path, name)

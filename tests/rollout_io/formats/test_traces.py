@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rollout_io.formats.base import Options, noted
 from rollout_io.formats.dialects.model_spans import PLAIN
-from rollout_io.formats.dialects.spans import tree_of
+from rollout_io.formats.dialects.spans import spans_in, tree_of
 from rollout_io.formats.start import Start
 from rollout_io.formats.traces import (
     ADAPTER,
@@ -21,7 +21,9 @@ from rollout_io.formats.traces import (
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import planned, read_all, write_lines
 from tests.helpers.examples import examples
+from tests.helpers.refusals import refused
 
+SPAN = {"context": {"trace_id": "t", "span_id": "s"}, "attributes": {"a": 1}}
 TOOL = {"name": "weather", "description": "The weather.", "parameters": {"type": "object"}}
 CALL = {
     "id": "c1",
@@ -466,6 +468,23 @@ def test_the_error_of_the_outermost_span_is_the_error_of_the_run(tmp_path):
     ((_, found),), _ = read_all(ADAPTER, write_lines(tmp_path / "a.jsonl", root, inner))
     assert found.error == "out of time"
     assert len(found.steps) == 1
+
+
+@pytest.mark.parametrize(
+    ("record", "where"),
+    [
+        ({"id": "t", "observations": [1]}, "observations[0]"),
+        ({"id": "t", "observations": True}, "observations"),
+        ({"id": "t", "observations": [{}], "scores": ["x"]}, "scores[0]"),
+        ({"resourceSpans": [{"scopeSpans": [{"spans": 1}]}]}, "a.json"),
+        ({"info": {"assessments": 1}, "data": {"spans": []}}, "assessments"),
+        ({"info": {}, "data": {"spans": [None]}}, "spans[0]"),
+        (SPAN | {"events": [1]}, "events[0]"),
+    ],
+)
+def test_what_is_no_list_of_objects_is_refused_with_its_place(record, where):
+    with refused("record_type", where=where):
+        list(spans_in(record, "a.json"))
 
 
 def test_a_circle_of_parents_ends(tmp_path):
