@@ -46,8 +46,7 @@ from trainer.batches.forest import Forest, MiniBatch, chain_forest, chain_forest
 from trainer.batches.plan import make_plan
 from trainer.config.train_config import TrainConfig, load_config
 from trainer.models.policy import Policy, load_policy
-from trainer.run.run import Run
-from trainer.run.state import START
+from trainer.run.run import START, Run
 from trainer.update import Step, make_update
 
 LOGS = ("examples/shop.calls.jsonl", "--rewards", "examples/shop.rewards.jsonl")
@@ -183,7 +182,7 @@ def _ours(
         policy=prepared,
         optimizer=optimizer,
         config=config,
-        corrects=False,
+        corrects_for_sampler=False,
     )
     lengths = steps.prompts.lengths + steps.responses.lengths
     sizes = {"num_step_tokens": int(lengths.sum())} | _sizes(forests)

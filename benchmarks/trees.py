@@ -35,8 +35,7 @@ from trainer.batches.forest import MiniBatch
 from trainer.config.train_config import TrainConfig, load_config
 from trainer.loss import policy_logprobs
 from trainer.models.policy import Policy, load_policy
-from trainer.run.run import Run
-from trainer.run.state import START
+from trainer.run.run import START, Run
 from trainer.update import make_update
 
 SIDES: dict[str, dict[str, Any]] = {
@@ -193,7 +192,7 @@ def one_step(
         policy=policy,
         optimizer=training._Kept(policy.parameters(), lr=1.0),
         config=config,
-        corrects=False,
+        corrects_for_sampler=False,
     )
     mini_batch, packing = _packed(batch, config)
     ready = training.step_of(batch, mini_batch.forests)

@@ -18,17 +18,22 @@ from accelerate import Accelerator
 
 from rollout_io.cli.output import REPEATED_S, answers_second_signal
 from trainer.config.train_config import TrainConfig, save_config
+from trainer.distributed.accelerator import whole_weights
 from trainer.distributed.liveness import watched
 from trainer.distributed.processes import gather_bytes, handling, lost_processes, on_main
-from trainer.distributed.sharding import whole_weights
 from trainer.run.checkpoint import checkpoint_path, discard_after, save_checkpoint
 from trainer.run.directory import alone_in, publish, published, stays_in_place, stops_when_full
 from trainer.run.messages import UNWATCHED
 from trainer.run.open_run import open_run
-from trainer.run.resume import SETTINGS, fixed_settings
-from trainer.run.run import Run
+from trainer.run.resume import (
+    SETTINGS,
+    fixed_settings,
+    optimizer_tensors,
+    save_state,
+    with_whole_outputs,
+)
+from trainer.run.run import Progress, Run
 from trainer.run.run_log import RunLog, record_start, samples_of
-from trainer.run.state import Progress, optimizer_tensors, save_state, with_whole_outputs
 from trainer.run.token_records import discard_token_records, say_size
 from trainer.update import set_rates, updates
 

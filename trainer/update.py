@@ -29,11 +29,13 @@ import pyarrow as pa
 import torch
 
 from schemas.errors import RolloutError
+from trainer.algorithms.losses import clipped_value_loss
 from trainer.batch import Batch, cut_batch, groups_with_gradient, read_rows, to_batch, without_sets
 from trainer.batches.chains import digests_of, find_origins
 from trainer.batches.forest import Forest, chain_lengths
 from trainer.batches.overlap import CopyToCpu, columns_to_device, one_ahead, to_device
 from trainer.batches.plan import split
+from trainer.distributed.accelerator import without_reduction
 from trainer.distributed.balance import (
     Watch,
     gather_places,
@@ -42,7 +44,6 @@ from trainer.distributed.balance import (
     with_repeated_share,
 )
 from trainer.distributed.processes import agreed, local_groups, over_processes
-from trainer.distributed.sharding import without_reduction
 from trainer.loss import (
     critic_values,
     objective,
@@ -51,9 +52,8 @@ from trainer.loss import (
     with_target_weights,
     with_teacher,
 )
-from trainer.models.critic import clipped_value_loss
 from trainer.models.optimizer import clip_and_step, rate_factor, set_learning_rate
-from trainer.run.batch_advantages import estimate, next_coef, subtract_kl
+from trainer.run.batch_advantages import estimate_advantages, next_coef, subtract_kl
 from trainer.run.messages import (
     CRITIC_TRAINING,
     OLD_LOGPROBS,
@@ -69,8 +69,7 @@ from trainer.run.metrics import (
     generated_rows,
     update_metrics,
 )
-from trainer.run.run import Run
-from trainer.run.state import START, Position, Progress
+from trainer.run.run import START, Position, Progress, Run
 from trainer.run.token_records import recorder_of, token_records
 from trainer.run.warnings import MISMATCH, sampler_mismatch
 
@@ -144,20 +143,22 @@ def steps(run: Run, position: Position, passes: Passes = UNWATCHED) -> Iterator[
     evaluates the current models.
     """
     sizes = run.config.batch
-    batches = (run.plan.batches * sizes.num_epochs)[position.batch - run.first_batch :]
+    batches = (run.plan.batches * sizes.num_epochs)[position.batches_done - run.first_batch :]
     reading = one_ahead(partial(read_groups, run), batches)
     for groups in batches:
         rows, stored = agreed(run.accelerator, lambda: next(reading))
         batch = ready_batch(run, groups, position, rows, stored, passes)
         trained_groups = groups_with_gradient(run.accelerator, batch)
         groups_of = split(groups, sizes.groups_per_mini_batch)
-        after = Position(batch=position.batch + 1, kl_coef=batch.next_kl_coef)
+        after = Position(batches_done=position.batches_done + 1, kl_coef=batch.next_kl_coef)
         order = list(range(len(batch.mini_batches))) * sizes.epochs_per_batch
         is_alone = run.accelerator.num_processes == 1
         local_slots = None if is_alone else (batch.global_slots, int(batch.num_response.sum()))
-        for done, number in enumerate(order[position.mini_batch :], position.mini_batch):
+        for done, number in enumerate(
+            order[position.mini_batches_done :], position.mini_batches_done
+        ):
             here = replace(
-                position, mini_batch=done, outputs=batch.outputs, local_slots=local_slots
+                position, mini_batches_done=done, outputs=batch.outputs, local_slots=local_slots
             )
             is_last = done + 1 == len(order)
             yield Step(
@@ -165,7 +166,7 @@ def steps(run: Run, position: Position, passes: Passes = UNWATCHED) -> Iterator[
                 number=number,
                 num_left=len(order) - done,
                 before=here if done else position,
-                after=after if is_last else replace(here, mini_batch=done + 1),
+                after=after if is_last else replace(here, mini_batches_done=done + 1),
                 trained_groups=trained_groups.intersection(groups_of[number]),
                 metrics=batch.mini_batches[number].metrics | (batch.generated if done == 0 else {}),
             )
@@ -211,7 +212,7 @@ def ready_batch(
     if config.loss.policy_loss_type == "distill":
         batch = without_sets(batch)
     lengths = chain_lengths(batch.prompts, batch.responses, batch.trains)
-    agreed(accelerator, lambda: run.limit.check(lengths, batch.names))
+    agreed(accelerator, lambda: run.row_limit.check(lengths, batch.names))
     places = None
     if config.run.record_tokens != "none":
         places = gather_places(accelerator, rows)
@@ -242,7 +243,9 @@ def ready_batch(
     batch = replace(batch, **outputs)
 
     batch, kl_metrics = subtract_kl(accelerator, batch, run.plan, groups, config, position.kl_coef)
-    batch = estimate(accelerator, batch, config.advantage, is_supervised=config.loss.is_supervised)
+    batch = estimate_advantages(
+        accelerator, batch, config.advantage, is_supervised=config.loss.is_supervised
+    )
     counts = batch_metrics(accelerator, run.plan, batch, groups)
     return replace(
         batch,
@@ -298,7 +301,7 @@ def make_update(run: Run, step: Step, progress: Progress, passes: Passes = UNWAT
             outputs = policy(forest, temperature)
             targets = targets_of(batch, slot, outputs)
             try:
-                loss, columns = objective(targets, loss_config, corrects=run.corrects)
+                loss, columns = objective(targets, loss_config, corrects=run.corrects_for_sampler)
             except RolloutError as error:  # of a user's loss
                 if accelerator.num_processes == 1:
                     raise

@@ -259,7 +259,7 @@ def bind(kind: Kind, section: Any) -> Function:
         RolloutError: See `find`.
 
     Example:
-        >>> from trainer.config.loss_config import LossConfig
+        >>> from trainer.config.sections import LossConfig
         >>> bind(
         ...     LOSS_REDUCTION, LossConfig(reduction="seq_mean_token_sum_norm", max_seq_len=8)
         ... ).values

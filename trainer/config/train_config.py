@@ -18,11 +18,11 @@ from rollout_io.configuration import check_required, load_record, read_values
 from rollout_io.dataset.filesystems import replace_text
 from trainer.checks import check_settings
 from trainer.config.functions import ADVANTAGE_ESTIMATOR, KINDS, Function, bind, own_parameters
-from trainer.config.loss_config import LossConfig
 from trainer.config.sections import (
     AdvantageConfig,
     BatchConfig,
     DataConfig,
+    LossConfig,
     ModelConfig,
     OptimizerConfig,
     RunConfig,

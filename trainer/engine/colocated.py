@@ -40,7 +40,7 @@ from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.errors import ConfigError, EngineError, RolloutError
 from schemas.metadata import LogprobsMode
 from trainer.engine.in_process import InProcessEngine
-from trainer.run.state import generators, restore_generators
+from trainer.run.resume import generators, restore_generators
 
 Together = Callable[[str, Mapping[str, Any], Callable[[], Any]], Any]
 """Has the other processes call a method of their `VllmPart`, and does the work of this process."""

@@ -19,7 +19,7 @@ from schemas.errors import ConfigError, InputError, count
 from schemas.imports import requires_extra
 from trainer.batches.forest import Forest
 from trainer.config.sections import ModelConfig
-from trainer.distributed.sharding import gathered
+from trainer.distributed.accelerator import gathered
 from trainer.models.policy import Policy, has_shapes_only
 from trainer.models.self_check import check_policy
 

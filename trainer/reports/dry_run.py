@@ -147,7 +147,7 @@ def dry_run(config: TrainConfig, *, resume: bool = False) -> DryRun:
         trained_layout=trained,
         layouts=layouts,
         max_row_tokens=min(
-            run.limit.num_tokens, run.config.batch.max_row_tokens or run.limit.num_tokens
+            run.row_limit.num_tokens, run.config.batch.max_row_tokens or run.row_limit.num_tokens
         ),
         memory=memory,
         available_bytes=available_bytes(run.accelerator.device),
@@ -169,7 +169,7 @@ def _count(run: Run, settings: dict[str, Any]) -> tuple[Layout, int]:
         batch = to_batch(table, config.max_row_tokens, imitates=imitates, pictures=run.pictures)
         num_trained += int(batch.trains.sum())
         lengths.append(chain_lengths(batch.prompts, batch.responses, batch.trains))
-        run.limit.check(lengths[-1], batch.names)
+        run.row_limit.check(lengths[-1], batch.names)
         mini_batches = cut_batch(batch, config)
         parts += [([f.num_tokens for f in p.forests], p.num_distinct_tokens) for p in mini_batches]
     whole, sizes = np.concatenate(lengths), [size for part, _ in parts for size in part]

@@ -206,7 +206,7 @@ class RlConfig(Sections):
             evaluations[name] = one
         return evaluations
 
-    def evaluates(self, version: int) -> bool:
+    def is_evaluation_due(self, version: int) -> bool:
         """True if the weights of a version are evaluated."""
         planned = self.evaluations(version).values()
         is_last = version == self.num_iterations

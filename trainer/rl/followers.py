@@ -23,7 +23,7 @@ from schemas.errors import RolloutError, decode, encode
 from trainer.distributed.processes import handling, lost_processes
 from trainer.engine.colocated import VllmPart
 from trainer.rl.learning import Learning
-from trainer.run.state import restore_generators
+from trainer.run.resume import restore_generators
 
 UPDATE, SAVE, WEIGHTS, ENGINE, STOP = "update", "save", "weights", "engine", "stop"
 _LOGGER = getLogger(__name__)

@@ -18,13 +18,12 @@ from trainer.algorithms.own_functions import call
 from trainer.batch import Batch
 from trainer.batches.plan import Plan, trajectory_advantages, trajectory_estimator
 from trainer.config.functions import ADVANTAGE_ESTIMATOR, Function, bind
-from trainer.config.loss_config import LossConfig
-from trainer.config.sections import AdvantageConfig
+from trainer.config.sections import AdvantageConfig, LossConfig
 from trainer.config.train_config import TrainConfig
 from trainer.distributed.processes import Pooled, of_all_processes, over_processes
 
 
-def estimate(
+def estimate_advantages(
     accelerator: Accelerator,
     batch: Batch,
     advantage: AdvantageConfig,

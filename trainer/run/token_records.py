@@ -30,7 +30,7 @@ from trainer.batch import Batch
 from trainer.batches.chains import Origins
 from trainer.batches.forest import Forest
 from trainer.batches.overlap import CopyToCpu, to_device
-from trainer.config.loss_config import LossConfig
+from trainer.config.sections import LossConfig
 from trainer.distributed.processes import gather_in_main, over_processes
 from trainer.run.directory import published
 from trainer.run.messages import say

@@ -169,7 +169,7 @@ def test_every_table_below_evaluate_is_a_set_with_the_keys_of_all_sets(tmp_path)
     assert planned["sums"].env_config == {"url": "u"}
     assert {p.top_k for p in planned.values()} == {3}
     assert planned["words"].out == "run/evaluations/words/iteration_00003"
-    assert [config.evaluates(version) for version in range(4)] == [True, False, True, True]
+    assert [config.is_evaluation_due(version) for version in range(4)] == [True, False, True, True]
     assert config.resolved()["evaluate"]["words"]["tasks"] == "words.jsonl"
     assert load(tmp_path).evaluations(0) == {}
 

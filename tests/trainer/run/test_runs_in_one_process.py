@@ -12,7 +12,7 @@ from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import group_rows, save_tiny_model, write_dataset
 from tests.trainer.run.test_start_processes import launched, lines_of
 from trainer.distributed import launch
-from trainer.distributed.launch import make_accelerator
+from trainer.distributed.accelerator import make_accelerator
 from trainer.training import train
 
 SAMPLED = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}

@@ -1,4 +1,4 @@
-"""Check the dataset of a run with the rules of `trainer.checks`, and note what a user should know."""
+"""What `trainer.checks` needs to know of a dataset, and notes about it; `check_dataset` is first."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from trainer.batches.pictures import PictureReader
 from trainer.batches.plan import Plan
 from trainer.config.train_config import TrainConfig
 from trainer.models.policy import Policy
-from trainer.run.check_models import check_replay, open_pictures
 from trainer.run.messages import Remark
+from trainer.run.model_facts import check_replay, open_pictures
 from trainer.run.run import Run
 from trainer.run.warnings import warnings_before
 
@@ -167,7 +167,7 @@ def check_dataset(
     Raises:
         RolloutError: A row cannot be trained on as configured.
     """
-    config, size, limit = run.config, run.vocab_size, run.limit
+    config, size, limit = run.config, run.vocab_size, run.row_limit
     rows = check_rows(index, plan, config, vocab_size=size, limit=limit, must_learn=must_learn)
     remarks = dict[str, Remark]()
     if num_greedy := num_greedy_rows(index, plan):

@@ -1,13 +1,17 @@
-"""Set up the launched processes and their devices, and compare what each of them has."""
+"""The Accelerator of a run: the launch settings, and models on the devices, replicated or sharded (FSDP2).
+
+Sharded tensors are gathered for checkpoints, and tensors of checkpoints sharded like their parameters.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
 import hashlib
-import inspect
 import os
 import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +20,23 @@ import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import (
-    DistributedDataParallelKwargs,
-)
+from accelerate.utils import DistributedDataParallelKwargs, fsdp2_prepare_model
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import rollout_io
 from rollout_io.configuration import flat
 from rollout_io.retokenize.tokenizer import load_tokenizer
 from schemas.errors import ConfigError
-from trainer.config.train_config import PATHS, TrainConfig, default_dtype, uses
+from trainer.config.train_config import PATHS, TrainConfig, default_dtype
 from trainer.distributed.meeting import (
     ARRIVAL,
     join_group,
-    machines,
     refuse_strangers,
-    source_digest,
     together,
 )
-from trainer.distributed.processes import is_first_here
-from trainer.distributed.sharding import is_on
+from trainer.models.pictures import without_encoder
 
 
 def make_accelerator(config: TrainConfig) -> Accelerator:
@@ -56,9 +57,7 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
         log_with=list(run.trackers) or None,
         project_dir=run.out,
         cpu="LOCAL_RANK" in os.environ and not torch.accelerator.is_available(),
-        kwargs_handlers=[
-            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
-        ],
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
     _MADE.append(weakref.ref(accelerator))
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
@@ -91,13 +90,25 @@ def _facts(config: TrainConfig) -> dict[str, Any]:
     settings = flat(dataclasses.asdict(config))
     return {
         "rollout-io": rollout_io.__version__,
-        "source code of rollout-io": source_digest(),
+        "source code of rollout-io": _source_digest(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "device": device.type if device else "cpu",
         "precision of float32 products": torch.get_float32_matmul_precision(),
         "FSDP": {k: v for k, v in sorted(os.environ.items()) if "FSDP" in k},
     } | {key: settings[key] for key in settings if key not in PATHS}
+
+
+_PACKAGES = ("schemas", "rollout_io", "pipelines", "trainer")
+
+
+def _source_digest() -> str:
+    """Hash the source code of the product, which may have been edited on one machine."""
+    root, digest = Path(__file__).parents[2], hashlib.sha256()
+    for package in _PACKAGES:
+        for file in sorted((root / package).rglob("*.py")):
+            digest.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
 
 
 _MADE: list[weakref.ref[Accelerator]] = []
@@ -146,40 +157,106 @@ def _check_launch(optimizer: str) -> None:
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
 
 
-def model_digests(config: TrainConfig) -> dict[str, Any]:
-    """Hash the models' directories and the files of the user's functions, by key of the configuration.
+def is_sharded(model: nn.Module) -> bool:
+    """True if this process stores only part of the parameters."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
-    Empty on a single machine, and in all but one process of each machine, because it reads all
-    weights (about 1 s per GB).
+
+def gathered(tensor: Tensor) -> Tensor:
+    """Gather the shards of a tensor. All processes must call this together."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Copy a tensor to the CPU, gathering its shards. All processes must call this together."""
+    return gathered(tensor.detach()).cpu()
+
+
+def whole_weights(model: nn.Module, *, keep: bool) -> dict[str, Tensor] | None:
+    """Gather all weights of a sharded model by name; tied weights share one tensor.
+
+    Processes that do not `keep` the weights only help to gather them, and get None. All processes
+    get None if the model is not sharded.
     """
-    if len(set(machines())) == 1 or not is_first_here():
-        return {}
-    models = {
-        "model.path": config.model.path,
-        "model.critic_model": config.model.critic_model,
-        "loss.reference_model": config.loss.reference_model,
-    }
-    functions = {
-        key: inspect.getfile(inspect.unwrap(one.function))
-        for key, one in uses(config).items()
-        if one.location
-    }
-    digests = dict[str, Any]()
-    for key, path in (models | functions).items():
-        if path:
-            files = _files(Path(path))
-            digests |= {f"{key}: {name}": _digest(file) for name, file in files.items()}
-            digests[f"{key}: number of files"] = len(files)
-    return digests
+    if not is_sharded(model):
+        return None
+    state, tensors = model.state_dict(keep_vars=True), dict[int, Tensor]()
+    for tensor in state.values():
+        if id(tensor) not in tensors:
+            gathered = whole(tensor)
+            tensors[id(tensor)] = gathered if keep else gathered.new_empty(0)
+    return {name: tensors[id(tensor)] for name, tensor in state.items()} if keep else None
 
 
-def _files(path: Path) -> dict[str, Path]:
-    if not path.is_dir():
-        return {path.name: path}
-    files = {str(file.relative_to(path)): file for file in sorted(path.rglob("*"))}
-    return {name: file for name, file in files.items() if file.is_file() and name[0] != "."}
+def under(module: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Select the weights of a submodule, keyed by their names within it.
+
+    Example:
+        >>> under("model", {"model.head": torch.zeros(1), "value_head.bias": torch.zeros(1)}).keys()
+        dict_keys(['head'])
+    """
+    prefix = f"{module}."
+    return {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+def sharded_like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """Shard an optimizer's tensor like its parameter; unchanged if the parameter is not sharded."""
+    if isinstance(parameter, DTensor) and tensor.shape == parameter.shape:
+        mesh = parameter.device_mesh
+        return distribute_tensor(tensor.to(mesh.device_type), mesh, parameter.placements)
+    return tensor
+
+
+def without_reduction(model: nn.Module) -> AbstractContextManager[object]:
+    """Accumulate gradients without exchanging them, if the model supports it."""
+    no_sync = getattr(model, "no_sync", nullcontext)
+    context: AbstractContextManager[object] = no_sync()
+    return context
+
+
+def wrap(
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[Any, torch.optim.Optimizer]:
+    """Place a policy or critic, and replicate or shard its parameters over the processes.
+
+    Raises:
+        ConfigError: The launch requests sharded parameters but they are not sharded.
+    """
+    with _whole_encoder(accelerator, model):
+        model, optimizer = accelerator.prepare(model, optimizer)
+    if is_on("ACCELERATE_USE_FSDP") and not is_sharded(model):
+        finding = f"FSDP does not shard parameters on {accelerator.device.type}"
+        hint = "launch without --use_fsdp: FSDP needs GPUs"
+        raise ConfigError("launch", "accelerate launch", finding, hint=hint)
+    return model, optimizer
+
+
+def wrap_frozen(accelerator: Accelerator, model: nn.Module) -> Any:
+    """Place a model that is only evaluated; shard it if the trained models are sharded."""
+    model.requires_grad_(requires_grad=False)
+    if accelerator.is_fsdp2:
+        with _whole_encoder(accelerator, model):
+            return fsdp2_prepare_model(accelerator, model)
+    return accelerator.prepare_model(model, evaluation_mode=True)
+
+
+@contextmanager
+def _whole_encoder(accelerator: Accelerator, model: Any) -> Iterator[None]:
+    """Keep the encoder of pictures out of FSDP in this context: each process has all of it.
+
+    Only some processes have pictures to encode at a time, so a sharded encoder would wait forever
+    for the others.
+    """
+    if not accelerator.is_fsdp2:
+        yield
+        return
+    with without_encoder(model.model) as parts:
+        yield
+    for part in parts:
+        part.to(accelerator.device)
+        part.forward = accelerator.autocast()(part.forward)
+
+
+def is_on(variable: str) -> bool:
+    """True if an environment variable of Accelerate is set to true."""
+    return os.environ.get(variable, "").lower() in ("1", "true")
