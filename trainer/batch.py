@@ -441,4 +441,5 @@ def cut_batch(batch: Batch, config: BatchConfig) -> list[MiniBatch]:
 
 def completed(forests: Sequence[Forest], batch: Batch) -> list[Forest]:
     """Add the sets of ids of a batch, and its pictures, to micro-batches of its rows."""
-    return with_pictures(with_sets(forests, batch.support), batch.pictures)
+    forests = with_sets(forests, batch.support) if batch.support else list(forests)
+    return with_pictures(forests, batch.pictures) if batch.pictures else forests

@@ -70,7 +70,7 @@ def objective(
     if loss.entropy_loss_coef:
         total = total - loss.entropy_loss_coef * weights * entropy
         losses = losses - loss.entropy_loss_coef * entropy
-    columns |= {"loss": total, "losses": losses}
+    columns |= {"loss": total, "unweighted_loss": losses}
     columns["rollout_logprobs_diff"] = targets.old_logprobs - targets.rollout_logprobs
     return total.sum(), {name: values.detach() for name, values in columns.items()}
 

@@ -73,7 +73,7 @@ from trainer.run.run import START, Position, Progress, Run
 from trainer.run.token_records import recorder_of, token_records
 from trainer.run.warnings import MISMATCH, sampler_mismatch
 
-RECORDED_ONLY = ("losses", "correction_weights")
+RECORDED_ONLY = ("unweighted_loss", "correction_weights")
 """Columns of the objective that are not metrics."""
 
 

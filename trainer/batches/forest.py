@@ -272,15 +272,13 @@ def forest_of(arrays: Mapping[str, IntArray], routes: Routes | None, row: IntArr
     return Forest(**tensors)
 
 
-def with_sets(forests: Sequence[Forest], support: Ragged | None) -> list[Forest]:
+def with_sets(forests: Sequence[Forest], support: Ragged) -> list[Forest]:
     """Add the sets of ids over which the targets of micro-batches are normalised.
 
     Args:
         forests: Micro-batches.
         support: See `Batch.support`.
     """
-    if support is None:
-        return list(forests)
     return [dataclasses.replace(f, sets=target_sets(support, f.target_slot)) for f in forests]
 
 

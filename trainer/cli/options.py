@@ -122,15 +122,6 @@ def require(ctx: click.Context, **values: object) -> None:
             raise click.MissingParameter(ctx=ctx, param=param)
 
 
-update_option = click.option(
-    "--update",
-    type=click.IntRange(min=1),
-    required=True,
-    metavar="N",
-    help="Number of the update: its global_step in RUN/metrics.jsonl.",
-)
-
-
 _PACKAGES = {"view": ("httptools", "uvicorn", "jinja2"), "plot": ("matplotlib",)}
 """Packages that each command needs; the extra with the name of the command installs them."""
 

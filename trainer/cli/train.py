@@ -115,10 +115,9 @@ def train(
     """
     from rollout_io.dataset.storage import find_shards
     from schemas.imports import requires_extra
-    from trainer.config.train_config import load_config, load_sections
+    from trainer.config.train_config import check_model_directory, load_config, load_sections
     from trainer.distributed.meeting import ARRIVAL, together
     from trainer.distributed.processes import is_main
-    from trainer.models.directory import check_model_directory
 
     sys.path.append(str(Path.cwd()))  # for user functions; last, so that it shadows no module
     if resume is None and not show_config:

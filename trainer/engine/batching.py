@@ -331,6 +331,12 @@ def shown_inputs(
             ends.append(ends[-1] + len(node))
         nodes.append(node)
         features.append(firsts[picture.sha256] + torch.arange(len(node), device=ids.device))
+    pictures = Pictures(
+        node=torch.cat(nodes),
+        feature=torch.cat(features),
+        ends=ids.new_tensor(ends),
+        load=lambda: [prepare(content) for content in contents],
+    )
     forest = Forest(
         token_ids=ids[real],
         position_ids=(is_real.cumsum(1) - 1)[real],
@@ -338,14 +344,8 @@ def shown_inputs(
         target_parent=none,
         target_token=none,
         target_slot=none,
-        pictures=Pictures(
-            node=torch.cat(nodes),
-            feature=torch.cat(features),
-            ends=ids.new_tensor(ends),
-            load=lambda: [prepare(content) for content in contents],
-        ),
     )
-    inputs = picture_inputs(model, forest)
+    inputs = picture_inputs(model, forest, pictures)
     if "position_ids" in inputs:
         flat = inputs["position_ids"][:, 0]
         inputs["position_ids"] = padded = flat.new_zeros(len(flat), *ids.shape)

@@ -14,8 +14,8 @@ from pipelines.generation.engines.base import Picture, Sampled, Sampling, contai
 from rollout_io.retokenize.tokenizer import ChatTokenizer, load_tokenizer
 from schemas.errors import EngineError, InputError
 from schemas.metadata import LogprobsMode
+from trainer.engine import InProcessEngine
 from trainer.engine.batching import Prepare, Request, check_shown, continue_batch, preparing
-from trainer.engine.in_process import InProcessEngine
 from trainer.models.policy import load_policy
 
 _GATHERING_S = 0.005

@@ -40,7 +40,6 @@ from trainer.config.train_config import (
     default_dtype,
 )
 
-TaskOrder = Literal["shuffled", "listed"]
 Table = TypeVar("Table")
 MOST_ITERATIONS = 100_000
 ROLLOUTS, DROPPED, UNFINISHED = RUN_ROLLOUTS, "dropped", "unfinished"
@@ -62,7 +61,7 @@ class LoopConfig:
 
     tasks: str = ""
     """Required. Tasks to sample: JSON Lines or Parquet, as for `rollouts generate`."""
-    task_order: TaskOrder = "shuffled"
+    task_order: Literal["shuffled", "listed"] = "shuffled"
     """Order of the tasks: `shuffled` differently in each pass, or as `listed` in the file, for a
     curriculum."""
     num_iterations: Annotated[int, Meta(ge=1, le=MOST_ITERATIONS)] | None = None

@@ -31,7 +31,7 @@ from pipelines.generation.engines.base import ENDS_THE_RUN, to_its_end
 from pipelines.generation.environments import USED, environment_metrics, environment_of
 from pipelines.generation.generator import Generator, open_calls
 from pipelines.generation.run import OpenEngine
-from pipelines.generation.tasks import Task, read_tasks
+from pipelines.generation.tasks import Task, endless_tasks, read_tasks
 from rollout_io.configuration import flat
 from rollout_io.retokenize.tokenizer import ChatTokenizer, load_tokenizer
 from schemas.errors import RolloutError
@@ -40,13 +40,12 @@ from trainer.distributed.accelerator import make_accelerator
 from trainer.distributed.liveness import watched
 from trainer.distributed.meeting import together
 from trainer.distributed.processes import agreed, lost_processes
-from trainer.engine.open_engine import open_engine as open_usual
+from trainer.engine import open_engine as open_usual
 from trainer.models.policy import Policy
-from trainer.rl.collector import Collector, endless_tasks
 from trainer.rl.config import ROLLOUTS, RlConfig
 from trainer.rl.evaluation import EvaluationSet, evaluate, notes_of, read_sets
 from trainer.rl.followers import SAVE, UPDATE, Orders, follow, leading
-from trainer.rl.groups import Groups
+from trainer.rl.groups import Collector, Groups
 from trainer.rl.learning import Learning, check_lengths
 from trainer.rl.reporting import (
     SamplingProgress,

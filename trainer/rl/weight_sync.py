@@ -1,4 +1,9 @@
-"""Give the policy's weights to the engine: in files, or in memory if it runs in the same processes."""
+"""Give the policy's weights to the engine; transports: `trainer.engine`, `pipelines.generation.engines`.
+
+as files, or an adapter   `trainer.engine.embedded`, `pipelines.generation.engines.vllm`
+from GPU to GPU (NCCL)    `pipelines.generation.engines.weight_transfer`, `trainer.engine.nccl_sender`
+in memory                 `trainer.engine.colocated`
+"""
 
 from __future__ import annotations
 

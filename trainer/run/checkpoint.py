@@ -17,6 +17,7 @@ from schemas.errors import InputError, count
 from trainer.distributed.processes import is_main
 from trainer.models.critic import Critic
 from trainer.models.lora import save_model
+from trainer.models.policy import save_weights
 
 WEIGHTS = frozenset(
     {
@@ -177,7 +178,8 @@ def write_model(
 ) -> None:
     """Write a model directory with the `other_files` of `source`; see `save_checkpoint`."""
     path.mkdir(parents=True)
-    save_model(model, path, weights or model.state_dict())
+    save = save_model if hasattr(model, "peft_config") else save_weights
+    save(model, path, dict(weights or model.state_dict()))
     for name in other_files(source)[0]:
         if not (path / name).exists():
             (path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,6 @@ from accelerate import Accelerator
 import rollout_io
 from rollout_io.configuration import flat
 from rollout_io.dataset.filesystems import replace_text
-from rollout_io.redaction.credentials import credentials
 from rollout_io.retokenize.tokenizer import ChatTokenizer, load_tokenizer
 from rollout_io.terminal import Bar
 from schemas.errors import count
@@ -241,6 +240,8 @@ def _text(tokenizer: ChatTokenizer, ids: list[int], *, keeps_end: bool) -> str:
 
 
 def _without_credentials(text: bytes) -> str:
+    from rollout_io.redaction.credentials import credentials  # whose patterns take time to compile
+
     parts, done = list[bytes](), 0
     for kind, start, end in sorted(credentials(text), key=lambda place: place[1]):
         if end > done:

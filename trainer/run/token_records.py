@@ -69,7 +69,7 @@ class TokenRecorder:
             "logprobs": targets.logprobs.detach(),
             "entropy": columns["policy_entropy"],
             "clipped": columns["clip_ratio"],
-            "losses": columns["losses"],
+            "losses": columns["unweighted_loss"],
             "weights": targets.weights,
         }
         if "correction_weights" in columns:
