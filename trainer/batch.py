@@ -1,4 +1,4 @@
-"""Load batches: one pass over ids and lengths, then the tokens of one batch, in micro-batches."""
+"""The rows of a batch: read, with what trains of them (`Batch.trains`), and cut into micro-batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 import pipelines
 from pipelines.frames import ROUTING
-from rollout_io.dataset.versions import row_digest
+from rollout_io.dataset.trajectory_facts import row_digest
 from schemas.columns import COLUMN_BY_NAME, PICTURES
 from schemas.ragged import BoolArray, IntArray, Ragged, offsets_of
 from schemas.types import with_absent
@@ -350,7 +350,7 @@ def to_batch(
         temperature=per_token("temperature", 1.0),
         rollout_logprobs=torch.from_numpy(flat_logprobs),
         routes=_routes(table),
-        support=sets_of(table, responses.lengths),
+        support=sets_of(table, responses.lengths) if SUPPORT in table.columns else None,
         teacher=_teacher(table, responses.lengths),
         pictures=shown,
     )
@@ -369,6 +369,8 @@ def without_sets(batch: Batch) -> Batch:
 
 
 def _teacher(table: pl.DataFrame, lengths: IntArray) -> tuple[Ragged, Ragged] | None:
+    if not {*TEACHER} <= {*table.columns}:
+        return None
     ids, logprobs = (sets_of(table, lengths, name) for name in TEACHER)
     return None if ids is None or logprobs is None else (ids, logprobs)
 

@@ -31,18 +31,12 @@ import torch
 from schemas.errors import RolloutError
 from trainer.algorithms.losses import clipped_value_loss
 from trainer.batch import Batch, cut_batch, groups_with_gradient, read_rows, to_batch, without_sets
-from trainer.batches.chains import digests_of, find_origins
-from trainer.batches.forest import Forest, chain_lengths
+from trainer.batches.chains import digests_of, find_origins, place_steps
+from trainer.batches.forest import Forest, Watch, chain_lengths, padded_forests
 from trainer.batches.overlap import CopyToCpu, columns_to_device, one_ahead, to_device
 from trainer.batches.plan import split
 from trainer.distributed.accelerator import without_reduction
-from trainer.distributed.balance import (
-    Watch,
-    gather_places,
-    padded_forests,
-    share_rows,
-    with_repeated_share,
-)
+from trainer.distributed.balance import gather_places, share_rows, with_repeated_share
 from trainer.distributed.processes import agreed, local_groups, over_processes
 from trainer.loss import (
     critic_values,
@@ -53,7 +47,7 @@ from trainer.loss import (
     with_teacher,
 )
 from trainer.models.optimizer import clip_and_step, rate_factor, set_learning_rate
-from trainer.run.batch_advantages import estimate_advantages, next_coef, subtract_kl
+from trainer.run.batch_advantages import estimate_advantages, next_kl_coef, subtract_kl
 from trainer.run.messages import (
     CRITIC_TRAINING,
     OLD_LOGPROBS,
@@ -202,9 +196,9 @@ def ready_batch(
     Within a batch, `position.outputs` has the outputs of the models at its start.
     """
     config, accelerator = run.config, run.accelerator
-    all_rows = share_rows(accelerator, rows, run.plan, groups, config)
+    alone = rows if accelerator.num_processes == 1 else None  # no other process has any
     batch = to_batch(
-        all_rows,
+        share_rows(accelerator, rows, run.plan, groups, config) if alone is None else alone,
         config.batch.max_row_tokens,
         imitates=config.loss.is_supervised,
         pictures=run.pictures,
@@ -215,7 +209,7 @@ def ready_batch(
     agreed(accelerator, lambda: run.row_limit.check(lengths, batch.names))
     places = None
     if config.run.record_tokens != "none":
-        places = gather_places(accelerator, rows)
+        places = gather_places(accelerator, rows) if alone is None else place_steps(alone)
     if stored is not None:
         batch = replace(
             batch,
@@ -223,13 +217,13 @@ def ready_batch(
             origins=places if places is None else find_origins(places, batch.num_response, stored),
         )
 
-    mini_batches = with_repeated_share(accelerator, cut_batch(batch, config.batch))
+    mini_batches = cut_batch(batch, config.batch)
+    if alone is None:
+        mini_batches = with_repeated_share(accelerator, mini_batches)
     forests = [forest for mini_batch in mini_batches for forest in mini_batch.forests]
     needed = _needed(run, len(mini_batches))
     outputs: dict[str, Any] = dict(position.outputs)
-    if (
-        outputs and accelerator.num_processes > 1 and position.local_slots is None
-    ):  # of a checkpoint
+    if outputs and alone is None and position.local_slots is None:  # of a checkpoint
         outputs = {name: values[batch.global_slots] for name, values in outputs.items()}
     if not outputs:  # under the models before the first update
         if VALUES in needed:
@@ -254,7 +248,7 @@ def ready_batch(
             replace(mini_batch, metrics=mini_batch.metrics | counted | kl_metrics)
             for mini_batch, counted in zip(mini_batches, counts, strict=True)
         ),
-        next_kl_coef=next_coef(position.kl_coef, kl_metrics, batch, config.loss),
+        next_kl_coef=next_kl_coef(position.kl_coef, kl_metrics, batch, config.loss),
     )
 
 

@@ -1,4 +1,4 @@
-"""Losses per target (trained response token), neither reduced nor corrected: the policy's, and the critic's.
+"""Losses of the policy, and of the critic, per target (trained response token); not reduced.
 
 In all equations l is `logprobs` (with gradient), l_old `old_logprobs`, l_roll `rollout_logprobs`,
 A `advantages`, r = exp(l - l_old) with the exponent clamped to +-20, and sg[.] stops the gradient.

@@ -1,4 +1,4 @@
-"""Plan a run from returns: masks, advantages, order of groups."""
+"""Plan a run from returns: which groups train and which trajectories are masked, advantages, order."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def sets_of(table: pl.DataFrame, lengths: IntArray, name: str = SUPPORT) -> Ragg
         lengths: Number of response tokens of each row; a row without sets has empty ones.
         name: The column.
     """
-    if name not in table.columns or table[name].is_null().all():
+    if table[name].is_null().all():
         return None
     has_sets = np.repeat(table[name].is_not_null().to_numpy(), lengths)
     sets = Ragged.from_arrow(table[name].drop_nulls().explode(empty_as_null=False).to_arrow())

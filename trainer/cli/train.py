@@ -23,7 +23,7 @@ from rollout_io.cli.output import (
 )
 from rollout_io.terminal import columns
 from schemas.errors import count
-from trainer.cli.options import (
+from trainer.cli import (
     algorithm_option,
     config_from_main,
     errors_printed_once,

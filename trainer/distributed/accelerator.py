@@ -1,4 +1,4 @@
-"""The Accelerator of a run: the launch settings, and models on the devices, replicated or sharded (FSDP2).
+"""The Accelerator of a run: launch settings, and models replicated or sharded (FSDP2) over devices.
 
 Sharded tensors are gathered for checkpoints, and tensors of checkpoints sharded like their parameters.
 """

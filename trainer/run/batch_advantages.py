@@ -1,4 +1,4 @@
-"""Advantages of a batch: KL divergence in the reward, and estimation once values are known."""
+"""Advantages of a batch: the KL divergence in the reward, and estimation once values are known."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def _advantages_of_returns(
     return np.asarray(trajectory_advantages(trajectories, estimator), dtype=np.float64)
 
 
-def next_coef(coef: float, metrics: dict[str, float], batch: Batch, loss: LossConfig) -> float:
+def next_kl_coef(coef: float, metrics: dict[str, float], batch: Batch, loss: LossConfig) -> float:
     """Return the coefficient of the next batch: constant, or set by the adaptive controller."""
     if loss.kl_ctrl_type == "fixed" or "loss/avg_kl" not in metrics:
         return coef

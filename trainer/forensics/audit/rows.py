@@ -15,7 +15,7 @@ import pipelines
 from pipelines.frames import ROUTING
 from pipelines.merging.merge import VERSIONS, split_versions
 from pipelines.sampling_defaults import COLUMNS, NEUTRAL, SamplingDefaults
-from rollout_io.dataset.versions import with_stored_digest
+from rollout_io.dataset.trajectory_facts import with_stored_digest
 from rollout_io.formats.parsing.bodies import sampling_extra_of
 from schemas.columns import PICTURES, arrow_schema
 from schemas.metadata import DatasetMetadata, LogprobsMode
