@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from benchmarks import training, trees
 from trainer.batch import Batch, cut_batch
 from trainer.batches.forest import MiniBatch
-from trainer.models.layers import compile_layers
+from trainer.models.layers import compile_layers, recompute_layers
 from trainer.models.policy import Policy, load_policy
 from trainer.run.run import START, Run
 from trainer.update import make_update
@@ -96,7 +96,7 @@ def opened(
         if compiles:
             compile_layers(policy.model, recomputes=recomputes)
         elif recomputes:
-            policy.checkpoint_layers()
+            recompute_layers(policy.model)
         settings = argparse.Namespace(**vars(arguments) | {"model": model})
         yield Setup(arguments=settings, accelerator=accelerator, policy=policy)
 

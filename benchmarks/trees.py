@@ -34,6 +34,7 @@ from trainer.batch import Batch, cut_batch, to_batch
 from trainer.batches.forest import MiniBatch
 from trainer.config.train_config import TrainConfig, load_config
 from trainer.loss import policy_logprobs
+from trainer.models.layers import recompute_layers
 from trainer.models.policy import Policy, load_policy
 from trainer.run.run import START, Run
 from trainer.update import make_update
@@ -64,7 +65,7 @@ def main() -> None:
     if arguments.layers:
         del policy.model.base_model.layers[arguments.layers :]
     if arguments.dtype == "bfloat16" or arguments.recompute:
-        policy.checkpoint_layers()
+        recompute_layers(policy.model)
     rounds: dict[str, list[Figures]] = {name: [] for name in SIDES}
     gradients: dict[str, torch.Tensor] = {}
     for _ in range(arguments.rounds):

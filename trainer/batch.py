@@ -169,6 +169,8 @@ def index_rows(
     digested = [name for name in columns if name in COLUMN_BY_NAME and name not in UNUSED_COLUMNS]
     names = ("prompt_token_ids", "response_ids", "loss_mask")
     prompt, response, mask = (pl.col(name).list for name in names)
+    highest = pl.element().list.max()
+    in_sets = (pl.col(name).list.eval(highest).list.max() for name in (SUPPORT, TEACHER[0]))
     num_prompt, num_response = prompt.len().cast(pl.Int64), response.len().cast(pl.Int64)
     num_untrained_first = mask.eval(pl.element().cast(pl.Int8)).list.arg_max()
     num_untrained_at_end = mask.reverse().list.eval(pl.element().cast(pl.Int8)).list.arg_max()
@@ -186,9 +188,7 @@ def index_rows(
         greedy=greedy & mask.any(),
         num_forwarded_tokens=num_prompt + num_response - 1 - num_untrained_at_end.cast(pl.Int64),
         num_untrained_at_start=num_prompt + num_untrained_first.cast(pl.Int64),
-        highest_token=pl.max_horizontal(
-            prompt.max(), response.max(), *map(_highest_in_sets, (SUPPORT, TEACHER[0]))
-        ),
+        highest_token=pl.max_horizontal(prompt.max(), response.max(), *in_sets),
         pictures=pl.struct(*names, PICTURES).map_batches(
             partial(picture_facts, placeholder=placeholder),
             return_dtype=FACTS,
@@ -212,10 +212,6 @@ def index_rows(
         .fill_null(value=True),
         digest=row_digest(digested),
     ).collect(engine="streaming")
-
-
-def _highest_in_sets(name: str) -> pl.Expr:
-    return pl.col(name).list.eval(pl.element().list.max()).list.max()
 
 
 def _is_greedy() -> pl.Expr:

@@ -37,7 +37,7 @@ from trainer.batches.overlap import CopyToCpu, columns_to_device, one_ahead, to_
 from trainer.batches.plan import split
 from trainer.distributed.accelerator import without_reduction
 from trainer.distributed.balance import gather_places, share_rows, with_repeated_share
-from trainer.distributed.processes import agreed, local_groups, over_processes
+from trainer.distributed.processes import agreed, local_groups, over_processes, raise_in_all
 from trainer.loss import (
     critic_values,
     objective,
@@ -57,12 +57,7 @@ from trainer.run.messages import (
     VALUES,
     Passes,
 )
-from trainer.run.metrics import (
-    batch_metrics,
-    generated_metrics,
-    generated_rows,
-    update_metrics,
-)
+from trainer.run.metrics import batch_metrics, generated_metrics, generated_rows, update_metrics
 from trainer.run.run import START, Position, Progress, Run
 from trainer.run.token_records import recorder_of, token_records
 from trainer.run.warnings import MISMATCH, sampler_mismatch
@@ -311,7 +306,7 @@ def make_update(run: Run, step: Step, progress: Progress, passes: Passes = UNWAT
             )
         )
     if loss_config.has_own_loss:
-        agreed(accelerator, partial(_raise_any, failures))
+        raise_in_all(accelerator, *failures)
     grad_norm = 0.0
     if num_trained:
         max_norm = run.config.optimizer.max_grad_norm
@@ -393,11 +388,6 @@ def update_critic(
         "critic/values_clipfrac": clipped_fraction,
         "critic/grad_norm": grad_norm,
     }
-
-
-def _raise_any(failures: Sequence[RolloutError]) -> None:
-    if failures:
-        raise failures[0]
 
 
 def _needed(run: Run, num_mini_batches: int) -> list[str]:

@@ -37,14 +37,7 @@ from rollout_io.dataset.storage import PARTITION_HINT, DatasetFiles, Location, P
 from schemas.checker import DECODE_COLUMNS, check_references, raise_errors, unreadable_text
 from schemas.columns import COLUMN_BY_NAME, PREFIX_FIELDS
 from schemas.errors import InputError, InvariantError, first_of
-from schemas.metadata import (
-    DatasetMetadata,
-    common,
-    contradictory,
-    layout_of,
-    upgrade,
-    version_of,
-)
+from schemas.metadata import DatasetMetadata, common, contradictory, layout_of, upgrade, version_of
 from schemas.numpy_arrays import empty_table, to_arrow
 from schemas.types import PREFIX_TYPES, plain_table
 

@@ -30,12 +30,7 @@ from rollout_io.configuration import flat
 from rollout_io.retokenize.tokenizer import load_tokenizer
 from schemas.errors import ConfigError
 from trainer.config.train_config import PATHS, TrainConfig, default_dtype
-from trainer.distributed.meeting import (
-    ARRIVAL,
-    join_group,
-    refuse_strangers,
-    together,
-)
+from trainer.distributed.meeting import ARRIVAL, join_group, refuse_strangers, together
 from trainer.models.pictures import without_encoder
 
 

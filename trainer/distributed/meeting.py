@@ -34,6 +34,7 @@ from trainer.distributed.processes import (
     gather_bytes,
     is_first_here,
     is_main,
+    raise_in_all,
 )
 
 if TYPE_CHECKING:
@@ -418,7 +419,7 @@ def _send(accelerator: Accelerator, source: Path, copy: Path | None) -> None:
         files = [file for file in sorted(source.rglob("*")) if file.is_file()]
         return json.dumps({str(f.relative_to(source)): f.stat().st_size for f in files})
 
-    failure: OSError | None = None
+    failures = list[OSError]()
     for name, size in json.loads(from_main(sizes)).items():
         reading = (source / name).open("rb") if accelerator.is_main_process else None
         for start in range(0, max(size, 1), _CHUNK_BYTES):
@@ -427,18 +428,13 @@ def _send(accelerator: Accelerator, source: Path, copy: Path | None) -> None:
                 reading.readinto(chunk.numpy())
             if len(chunk):
                 distributed.broadcast(chunk, 0)
-            if copy and not failure:
+            if copy and not failures:
                 try:
                     (copy / name).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
                     with (copy / name).open("ab") as writing:
                         writing.write(chunk.numpy())
                 except OSError as error:  # the other processes are still receiving
-                    failure = error
+                    failures.append(error)
         if reading:
             reading.close()
-    agreed(accelerator, lambda: _raise(failure))
-
-
-def _raise(failure: OSError | None) -> None:
-    if failure:
-        raise failure
+    raise_in_all(accelerator, *failures)

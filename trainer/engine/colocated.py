@@ -29,11 +29,7 @@ from pipelines.generation.engines.base import (
     Sampling,
     to_its_end,
 )
-from pipelines.generation.engines.completions import (
-    engine_answers,
-    sampling_fields,
-    support_fields,
-)
+from pipelines.generation.engines.completions import engine_answers, sampling_fields, support_fields
 from rollout_io.formats.parsing.bodies import complete_support
 from rollout_io.formats.parsing.tokens import logprob_array
 from rollout_io.retokenize.tokenizer import ChatTokenizer

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from schemas.errors import InputError
 from trainer.batches.forest import Forest
 from trainer.distributed.accelerator import under
-from trainer.models.layers import layer_classes
+from trainer.models.layers import layer_classes, recompute_layers
 from trainer.models.policy import hidden_before_targets, load_policy
 
 VALUE_HEAD = "value_head.safetensors"
@@ -74,7 +74,7 @@ def load_critic(path: str, *, gradient_checkpointing: bool = False, trees: bool 
     """
     loaded = load_policy(path, logprob_chunk_tokens=1, trees=trees)
     if gradient_checkpointing:
-        loaded.checkpoint_layers()
+        recompute_layers(loaded.model)
     critic = Critic(loaded.model)
     head = Path(path) / VALUE_HEAD
     if head.is_file():

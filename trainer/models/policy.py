@@ -31,12 +31,8 @@ from schemas.errors import ConfigError, InputError
 from trainer.batches.forest import Forest, RowLimit
 from trainer.batches.sampling_support import TeacherSets
 from trainer.config.train_config import MOST_CONFIG_BYTES, check_model_directory
-from trainer.models.attention import (
-    fix_frequencies,
-    forest_mask,
-    use_chain_attention,
-)
-from trainer.models.layers import layer_classes, recompute_layers
+from trainer.models.attention import fix_frequencies, forest_mask, use_chain_attention
+from trainer.models.layers import layer_classes
 from trainer.models.logprob_head import set_logprobs, target_logprobs, teacher_divergence
 from trainer.models.pictures import picture_inputs
 from trainer.models.router_replay import make_replayable, replayed
@@ -164,16 +160,6 @@ class Policy(nn.Module):
             entropy_gradient=self.entropy_gradient,
         )
         return outputs
-
-    def checkpoint_layers(self) -> None:
-        """Recompute the layers' activations in the backward pass.
-
-        Transformers does this only in training mode, which would also enable dropout.
-
-        Raises:
-            ConfigError: The model has no layers that support recomputation.
-        """
-        recompute_layers(self.model)
 
 
 def save_weights(model: PreTrainedModel, path: Path, weights: dict[str, Tensor]) -> None:

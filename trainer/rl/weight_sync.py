@@ -134,7 +134,9 @@ class WeightSwapEngine(WrappedEngine):
         """See `Engine.load_weights`."""
         if is_adapter(path):
             async with self._changed:
-                await self._changed.wait_for(self._are_all_current)
+                await self._changed.wait_for(
+                    lambda: self._num_calls.total() == self._num_calls[self.policy_version]
+                )
             await super().load_weights(path, policy_version=policy_version)
             return
         async with self.idle() if self._waits else nullcontext():
@@ -151,9 +153,6 @@ class WeightSwapEngine(WrappedEngine):
             finally:
                 self._is_open = True
                 self._changed.notify_all()
-
-    def _are_all_current(self) -> bool:
-        return self._num_calls.total() == self._num_calls[self.policy_version]
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:

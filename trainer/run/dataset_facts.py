@@ -9,8 +9,14 @@ import polars as pl
 
 import rollout_io
 from pipelines.rewards import with_version
-from pipelines.sampling_defaults import COLUMNS, FILE, NEUTRAL, missing_columns, sampling_defaults
-from rollout_io.formats.parsing.bodies import sampling_extra_of
+from pipelines.sampling_defaults import (
+    COLUMNS,
+    FILE,
+    NEUTRAL,
+    missing_columns,
+    sampling_defaults,
+    sampling_extra_of,
+)
 from schemas.errors import count
 from trainer import checks
 from trainer.batches.forest import RowLimit

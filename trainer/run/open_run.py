@@ -30,7 +30,7 @@ from trainer.distributed.accelerator import make_accelerator, wrap, wrap_frozen
 from trainer.distributed.meeting import machines, on_this_machine, once_here, together
 from trainer.distributed.processes import agreed, is_first_here
 from trainer.models.critic import Critic, load_critic
-from trainer.models.layers import compile_layers, num_layers
+from trainer.models.layers import compile_layers, num_layers, recompute_layers
 from trainer.models.lora import WithoutAdapter, add_adapter
 from trainer.models.optimizer import make_optimizer
 from trainer.models.policy import (
@@ -318,7 +318,7 @@ def load_models(config: TrainConfig, checkpoint: Path | None) -> Models:
     if has_values and compiles(config.model, policy):
         compile_layers(policy.model, recomputes=recomputes)
     elif recomputes:
-        policy.checkpoint_layers()
+        recompute_layers(policy.model)
     return policy, reference, critic
 
 

@@ -19,12 +19,7 @@ from rollout_io.dataset.filesystems import whole
 from schemas.errors import count
 from schemas.numpy_arrays import to_arrow
 from schemas.ragged import BoolArray, offsets_of
-from schemas.records import (
-    TOKENS,
-    token_record_path,
-    token_record_schema,
-    token_record_steps,
-)
+from schemas.records import TOKENS, token_record_path, token_record_schema, token_record_steps
 from trainer.algorithms.losses import Targets, probability_ratio
 from trainer.batch import Batch
 from trainer.batches.chains import Origins

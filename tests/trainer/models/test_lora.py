@@ -30,6 +30,7 @@ from tests.helpers.trainer_helpers import (
 )
 from tests.trainer.models.test_attention import tiny
 from trainer.loss import policy_logprobs
+from trainer.models.layers import recompute_layers
 from trainer.models.lora import WithoutAdapter, add_adapter, checkpoint_weights, save_model
 from trainer.models.policy import Policy, save_weights
 
@@ -54,7 +55,7 @@ def adapted_policy(*, checkpointed=False, chunk=1024, **settings):
         if "lora_B" in name:
             parameter.data.normal_(std=0.1, generator=generator)
     if checkpointed:
-        policy.checkpoint_layers()
+        recompute_layers(policy.model)
     return policy
 
 

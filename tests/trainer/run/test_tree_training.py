@@ -34,6 +34,7 @@ from tests.trainer.algorithms.test_advantages_critic import (
     tiny_critic,
 )
 from trainer.loss import critic_values, policy_logprobs
+from trainer.models.layers import recompute_layers
 from trainer.models.lora import add_adapter
 from trainer.run.batch_advantages import estimate_advantages
 from trainer.update import update_critic
@@ -167,7 +168,7 @@ def adapted():
 
 def recomputing():
     policy = tiny_policy(chunk=3)
-    policy.checkpoint_layers()
+    recompute_layers(policy.model)
     return policy
 
 
