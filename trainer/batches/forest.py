@@ -11,11 +11,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from schemas.errors import InputError
@@ -24,6 +23,9 @@ from trainer.batches.overlap import to_device
 from trainer.batches.sampling_support import TargetSets, TeacherSets, target_sets
 from trainer.distributed.processes import over_processes
 from trainer.models.router_replay import Routes
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,17 +84,13 @@ class Forest:
         moved = list(split([len(a) for a in arrays]))
         if ends:
             chains = dataclasses.replace(chains, ends=moved.pop())
-        routes = None if self.routes is None else to_device(self.routes, device)
-        sets = None if self.sets is None else self.sets.to(device)
-        teacher = None if self.teacher is None else self.teacher.to(device)
-        pictures = None if self.pictures is None else self.pictures.to(device)
         return Forest(
             **dict(zip(ARRAYS, moved, strict=True)),
-            routes=routes,
-            sets=sets,
-            teacher=teacher,
+            routes=None if self.routes is None else to_device(self.routes, device),
+            sets=self.sets and self.sets.to(device),
+            teacher=self.teacher and self.teacher.to(device),
             chains=chains,
-            pictures=pictures,
+            pictures=self.pictures and self.pictures.to(device),
         )
 
 

@@ -43,11 +43,11 @@ class TargetSets:
         return replace(self, **{name: to_device(getattr(self, name), device) for name in names})
 
 
-def target_sets(support: Ragged | None, slots: Tensor) -> TargetSets | None:
+def target_sets(support: Ragged, slots: Tensor) -> TargetSets | None:
     """Look up the sets of targets; None if none of them has one.
 
     Args:
-        support: Sets of a batch's T response tokens, [T] rows; None: no token has one.
+        support: Sets of a batch's T response tokens, [T] rows.
         slots: [M] int64 targets, as indices into the response tokens.
 
     Example:
@@ -56,8 +56,6 @@ def target_sets(support: Ragged | None, slots: Tensor) -> TargetSets | None:
         >>> found.limited.tolist(), found.free.tolist(), found.ids.tolist()
         ([0], [1], [3, 5])
     """
-    if support is None:
-        return None
     starts = support.offsets[slots.numpy()]
     lengths = support.offsets[slots.numpy() + 1] - starts
     limited, free = np.flatnonzero(lengths > 0), np.flatnonzero(lengths == 0)

@@ -296,7 +296,6 @@ def _replay_numbers(result: Replay) -> dict[str, Any]:
 
 
 def _replay_text(result: Replay) -> str:
-    """Format the result as text for the terminal."""
     where = "" if result.iteration is None else f" (iteration {result.iteration})"
     start = result.checkpoint or "the start model"
     if result.num_forwarded:

@@ -1,4 +1,4 @@
-"""The processes of a run meet before they read anything, compare what they have, and send the rest.
+"""Processes of a run meet before they read anything, compare what they have, and send what is missing.
 
 They meet in the store of their launcher (`torchrun`, `accelerate launch`, `--num-processes`), before
 there is a process group: whatever fails in one of them, or differs, is one error in all of them. With

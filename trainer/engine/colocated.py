@@ -35,7 +35,7 @@ from rollout_io.formats.parsing.tokens import logprob_array
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.errors import ConfigError, EngineError, RolloutError
 from schemas.metadata import LogprobsMode
-from trainer.engine import InProcessEngine
+from trainer.engine.embedded import InProcessEngine
 from trainer.run.resume import generators, restore_generators
 
 Together = Callable[[str, Mapping[str, Any], Callable[[], Any]], Any]

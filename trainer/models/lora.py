@@ -119,7 +119,6 @@ def _no_targets(config: ModelConfig, finding: str, names: Sequence[str]) -> Conf
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the name and module of each layer with an adapter."""
     from peft.tuners.lora import LoraLayer
 
     return ((name, m) for name, m in model.named_modules() if isinstance(m, LoraLayer))

@@ -226,7 +226,6 @@ class Collector:
 
 
 def _of_task(finished: Finished) -> pa.Table:
-    """Add the column of the task to the rows of an attempt."""
     names = pa.array([finished.task.task_instance_id] * finished.rows.num_rows, pa.string())
     return set_column(finished.rows, TASK, names)
 
@@ -238,7 +237,6 @@ def _outcomes(table: pa.Table) -> pl.DataFrame:
 
 
 def _versions(tables: Iterable[pa.Table]) -> list[int]:
-    """List the policy versions of sampled rows."""
     columns = (t["policy_version"] for t in tables if "policy_version" in t.column_names)
     return [version for column in columns for version in column.drop_null().to_pylist()]
 

@@ -316,7 +316,6 @@ class Driver:
         self.log.next_iteration()
 
     async def _environment_metrics(self, path: Path) -> dict[str, float]:
-        """Compute the metrics that the environments define."""
         config = self.config.generation
         if not config.uses_environments:
             return {}

@@ -65,7 +65,6 @@ def check_rows(
 
 
 def _facts(rows: pl.DataFrame, plan: Plan, config: TrainConfig, limit: RowLimit) -> pl.DataFrame:
-    """Return one row about the rows to train on."""
     most = config.batch.max_row_tokens
     _, lost, longer = cut_rows(rows, most, limit.num_tokens) if most and len(rows) else ("",) * 3
     return rows.select(
