@@ -126,7 +126,7 @@ class Collector:
             RolloutError: `engine_down`, `engine_answer`: the engine fails (raised once running
                 trajectories have ended); or the dataset's writer fails.
         """
-        while not self._groups.is_whole(iteration):
+        while self._groups.num_missing(iteration):
             if self._failure is not None and not self._under_way.running:
                 raise self._failure
             self._changed.clear()
@@ -274,10 +274,6 @@ class Groups:
     def path(self, iteration: int) -> Path:
         """Return the dataset path of an iteration."""
         return self._out / ROLLOUTS / f"iteration_{iteration:05d}"
-
-    def is_whole(self, iteration: int) -> bool:
-        """True if all groups of an iteration are finished."""
-        return self.num_missing(iteration) == 0
 
     def num_missing(self, iteration: int) -> int:
         """Return the number of unfinished groups of an iteration."""
