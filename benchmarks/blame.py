@@ -35,8 +35,7 @@ from trainer.forensics.reconstruct import Reconstruction, reconstruct
 from trainer.forensics.row_gradients import linearize, norm
 from trainer.loss import policy_logprobs
 from trainer.models.policy import Policy, load_policy
-from trainer.run.run import Run
-from trainer.run.state import START
+from trainer.run.run import START, Run
 from trainer.training import train
 from trainer.update import make_update
 
@@ -312,7 +311,7 @@ def _learner(
         policy=policy,
         optimizer=optimizer or torch.optim.SGD(policy.parameters(), lr=1e-6),
         config=config,
-        corrects=config.loss.corrects_for_sampler,
+        corrects_for_sampler=config.loss.corrects_for_sampler,
     )
 
 

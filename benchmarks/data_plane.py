@@ -31,9 +31,10 @@ from torch import distributed
 import rollout_io
 from schemas.columns import arrow_schema
 from trainer.batch import cut_batch, index_rows, read_rows, to_batch
+from trainer.batches.forest import padded_forests
 from trainer.batches.plan import Plan, dataset_returns, make_plan
 from trainer.config.train_config import TrainConfig, load_config
-from trainer.distributed.balance import padded_forests, share_rows
+from trainer.distributed.balance import share_rows
 from trainer.distributed.processes import local_groups
 from trainer.loss import with_target_weights
 from trainer.run.metrics import update_metrics

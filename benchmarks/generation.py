@@ -26,7 +26,7 @@ from pipelines.generation.config import GenerateConfig
 from pipelines.generation.processes import VllmServer
 from pipelines.generation.run import generate
 from rollout_io.dataset.reader import read
-from trainer.engine.open_engine import open_engine
+from trainer.engine import open_engine
 
 
 class Patient:

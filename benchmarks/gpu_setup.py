@@ -19,10 +19,9 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from benchmarks import training, trees
 from trainer.batch import Batch, cut_batch
 from trainer.batches.forest import MiniBatch
-from trainer.models.layers import compile_layers
+from trainer.models.layers import compile_layers, recompute_layers
 from trainer.models.policy import Policy, load_policy
-from trainer.run.run import Run
-from trainer.run.state import START
+from trainer.run.run import START, Run
 from trainer.update import make_update
 
 Figures = dict[str, Any]
@@ -97,7 +96,7 @@ def opened(
         if compiles:
             compile_layers(policy.model, recomputes=recomputes)
         elif recomputes:
-            policy.checkpoint_layers()
+            recompute_layers(policy.model)
         settings = argparse.Namespace(**vars(arguments) | {"model": model})
         yield Setup(arguments=settings, accelerator=accelerator, policy=policy)
 
@@ -129,7 +128,7 @@ def update_of(setup: Setup, batch: Batch, layout: str, tokens: int) -> Update:
         policy=setup.policy,
         optimizer=training._Kept(setup.policy.parameters(), lr=1.0),
         config=config,
-        corrects=False,
+        corrects_for_sampler=False,
     )
     (mini_batch,) = cut_batch(batch, config.batch)
     return Update(run=run, mini_batch=mini_batch, batch=batch)

@@ -45,9 +45,9 @@ from trainer.batch import Batch
 from trainer.batches.forest import Forest, MiniBatch, chain_forest, chain_forests, chain_lengths
 from trainer.batches.plan import make_plan
 from trainer.config.train_config import TrainConfig, load_config
+from trainer.models.layers import recompute_layers
 from trainer.models.policy import Policy, load_policy
-from trainer.run.run import Run
-from trainer.run.state import START
+from trainer.run.run import START, Run
 from trainer.update import Step, make_update
 
 LOGS = ("examples/shop.calls.jsonl", "--rewards", "examples/shop.rewards.jsonl")
@@ -135,7 +135,7 @@ def one_side(arguments: argparse.Namespace) -> Figures:
     if arguments.layers:
         del policy.model.base_model.layers[arguments.layers :]
     if not arguments.keep_activations:
-        policy.checkpoint_layers()  # still in evaluation mode: no dropout on either side
+        recompute_layers(policy.model)  # still in evaluation mode: no dropout on either side
     prepare = _padded if arguments.side == "padded" else _ours
     step, sizes = prepare(policy, config, arguments, accelerator)
     figures = _measured(policy, step, num_warm=int(torch.cuda.is_available())) | sizes
@@ -183,7 +183,7 @@ def _ours(
         policy=prepared,
         optimizer=optimizer,
         config=config,
-        corrects=False,
+        corrects_for_sampler=False,
     )
     lengths = steps.prompts.lengths + steps.responses.lengths
     sizes = {"num_step_tokens": int(lengths.sum())} | _sizes(forests)

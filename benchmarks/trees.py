@@ -34,9 +34,9 @@ from trainer.batch import Batch, cut_batch, to_batch
 from trainer.batches.forest import MiniBatch
 from trainer.config.train_config import TrainConfig, load_config
 from trainer.loss import policy_logprobs
+from trainer.models.layers import recompute_layers
 from trainer.models.policy import Policy, load_policy
-from trainer.run.run import Run
-from trainer.run.state import START
+from trainer.run.run import START, Run
 from trainer.update import make_update
 
 SIDES: dict[str, dict[str, Any]] = {
@@ -65,7 +65,7 @@ def main() -> None:
     if arguments.layers:
         del policy.model.base_model.layers[arguments.layers :]
     if arguments.dtype == "bfloat16" or arguments.recompute:
-        policy.checkpoint_layers()
+        recompute_layers(policy.model)
     rounds: dict[str, list[Figures]] = {name: [] for name in SIDES}
     gradients: dict[str, torch.Tensor] = {}
     for _ in range(arguments.rounds):
@@ -193,7 +193,7 @@ def one_step(
         policy=policy,
         optimizer=training._Kept(policy.parameters(), lr=1.0),
         config=config,
-        corrects=False,
+        corrects_for_sampler=False,
     )
     mini_batch, packing = _packed(batch, config)
     ready = training.step_of(batch, mini_batch.forests)

@@ -29,7 +29,7 @@ SECTIONS = {
     "data": ("trainer/config/sections.py", "DataConfig"),
     "batch": ("trainer/config/sections.py", "BatchConfig"),
     "advantage": ("trainer/config/sections.py", "AdvantageConfig"),
-    "loss": ("trainer/config/loss_config.py", "LossConfig"),
+    "loss": ("trainer/config/sections.py", "LossConfig"),
     "model": ("trainer/config/sections.py", "ModelConfig"),
     "optimizer": ("trainer/config/sections.py", "OptimizerConfig"),
     "run": ("trainer/config/sections.py", "RunConfig"),

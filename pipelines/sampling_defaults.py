@@ -1,13 +1,14 @@
 """Sampling settings of rows that record none: those in the model's `generation_config.json`.
 
 An engine such as vLLM or SGLang applies these settings to every request that leaves them out, so a
-missing setting is not the neutral one.
+missing setting is not the neutral one. `sampling_extra_of` looks further settings up in what made a dataset.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,3 +151,15 @@ def request_defaults(named: str | None) -> dict[str, Any]:
 def _number(value: Any, usual: float) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and math.isfinite(value) and value >= 0 else usual
+
+
+def sampling_extra_of(history: Iterable[Mapping[str, Any]]) -> str | None:
+    """Return `sampling_extra` of a dataset that was generated before this column existed."""
+    for config in (step.get("config") for step in history):
+        if not isinstance(config, dict):
+            continue
+        fields, min_p = config.get("sampling_extra"), config.get("min_p")
+        extra = fields if isinstance(fields, dict) else {}
+        if (extra or min_p) and (text := sampling_extra({**extra, "min_p": min_p})):
+            return text
+    return None

@@ -1,4 +1,4 @@
-"""Entry points of the installed packages: verbs and formats.
+"""Entry points of the installed packages: verbs and formats; and users' functions, by `module:name`.
 
 Importing `importlib.metadata`, which imports `email` and `zipfile`, takes a third of the time of
 `rollouts --help`. Packages in directories, as pip installs them, are read here without it.
@@ -9,13 +9,15 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import lru_cache, reduce
 from importlib import import_module
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from schemas.errors import ConfigError
 
 
 class Plugin(NamedTuple):
@@ -124,3 +126,33 @@ def _read(path: Path) -> Iterator[tuple[str, Plugin]]:
         elif line and not line.startswith("#"):
             name, _, value = line.partition("=")
             yield section, Plugin(name.strip(), value.strip())
+
+
+def resolve(name: str, rule: str) -> Callable[..., Any]:
+    """Import the class or function named by `module:name`.
+
+    Raises:
+        ConfigError: `{rule}`: the module cannot be imported, or the name does not exist or is not
+            callable.
+    """
+    import difflib
+    import pkgutil
+
+    try:
+        found = pkgutil.resolve_name(name)
+    except Exception as error:  # a module may raise anything
+        absent = f"{error.name}." if isinstance(error, ModuleNotFoundError) else "."
+        is_own = f"{name.partition(':')[0]}.".startswith(absent)
+        hint = "run from the module's directory, or add it to PYTHONPATH" if is_own else ""
+        finding = f"{type(error).__name__}: {error}"
+        if ":" not in name:
+            hint = "write module:name, with a colon"
+        elif isinstance(error, AttributeError) and error.obj is not None and error.name:
+            near = difflib.get_close_matches(error.name, dir(error.obj), 1)
+            hint = f"did you mean `{near[0]}`?" if near else hint
+        raise ConfigError(rule, name, f"cannot import it: {finding}", hint=hint) from None
+    if not callable(found):
+        finding = f"a value of type {type(found).__name__}"
+        raise ConfigError(rule, name, finding, "a class or function")
+    make: Callable[..., Any] = found
+    return make

@@ -21,11 +21,11 @@ from schemas.imports import exports, requires_extra  # noqa: E402
 if TYPE_CHECKING:
     from trainer.algorithms.advantages import CriticAdvantages
     from trainer.algorithms.losses import TokenLoss
-    from trainer.config.loss_config import LossConfig
     from trainer.config.sections import (
         AdvantageConfig,
         BatchConfig,
         DataConfig,
+        LossConfig,
         ModelConfig,
         OptimizerConfig,
         RunConfig,

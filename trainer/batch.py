@@ -1,4 +1,4 @@
-"""Load batches: one pass over ids and lengths, then the tokens of one batch, in micro-batches."""
+"""The rows of a batch: read, with what trains of them (`Batch.trains`), and cut into micro-batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 import pipelines
 from pipelines.frames import ROUTING
-from rollout_io.dataset.versions import row_digest
+from rollout_io.dataset.trajectory_facts import row_digest
 from schemas.columns import COLUMN_BY_NAME, PICTURES
 from schemas.ragged import BoolArray, IntArray, Ragged, offsets_of
 from schemas.types import with_absent
@@ -169,6 +169,8 @@ def index_rows(
     digested = [name for name in columns if name in COLUMN_BY_NAME and name not in UNUSED_COLUMNS]
     names = ("prompt_token_ids", "response_ids", "loss_mask")
     prompt, response, mask = (pl.col(name).list for name in names)
+    highest = pl.element().list.max()
+    in_sets = (pl.col(name).list.eval(highest).list.max() for name in (SUPPORT, TEACHER[0]))
     num_prompt, num_response = prompt.len().cast(pl.Int64), response.len().cast(pl.Int64)
     num_untrained_first = mask.eval(pl.element().cast(pl.Int8)).list.arg_max()
     num_untrained_at_end = mask.reverse().list.eval(pl.element().cast(pl.Int8)).list.arg_max()
@@ -186,9 +188,7 @@ def index_rows(
         greedy=greedy & mask.any(),
         num_forwarded_tokens=num_prompt + num_response - 1 - num_untrained_at_end.cast(pl.Int64),
         num_untrained_at_start=num_prompt + num_untrained_first.cast(pl.Int64),
-        highest_token=pl.max_horizontal(
-            prompt.max(), response.max(), *map(_highest_in_sets, (SUPPORT, TEACHER[0]))
-        ),
+        highest_token=pl.max_horizontal(prompt.max(), response.max(), *in_sets),
         pictures=pl.struct(*names, PICTURES).map_batches(
             partial(picture_facts, placeholder=placeholder),
             return_dtype=FACTS,
@@ -212,10 +212,6 @@ def index_rows(
         .fill_null(value=True),
         digest=row_digest(digested),
     ).collect(engine="streaming")
-
-
-def _highest_in_sets(name: str) -> pl.Expr:
-    return pl.col(name).list.eval(pl.element().list.max()).list.max()
 
 
 def _is_greedy() -> pl.Expr:
@@ -350,7 +346,7 @@ def to_batch(
         temperature=per_token("temperature", 1.0),
         rollout_logprobs=torch.from_numpy(flat_logprobs),
         routes=_routes(table),
-        support=sets_of(table, responses.lengths),
+        support=sets_of(table, responses.lengths) if SUPPORT in table.columns else None,
         teacher=_teacher(table, responses.lengths),
         pictures=shown,
     )
@@ -369,6 +365,8 @@ def without_sets(batch: Batch) -> Batch:
 
 
 def _teacher(table: pl.DataFrame, lengths: IntArray) -> tuple[Ragged, Ragged] | None:
+    if not {*TEACHER} <= {*table.columns}:
+        return None
     ids, logprobs = (sets_of(table, lengths, name) for name in TEACHER)
     return None if ids is None or logprobs is None else (ids, logprobs)
 
@@ -441,4 +439,5 @@ def cut_batch(batch: Batch, config: BatchConfig) -> list[MiniBatch]:
 
 def completed(forests: Sequence[Forest], batch: Batch) -> list[Forest]:
     """Add the sets of ids of a batch, and its pictures, to micro-batches of its rows."""
-    return with_pictures(with_sets(forests, batch.support), batch.pictures)
+    forests = with_sets(forests, batch.support) if batch.support else list(forests)
+    return with_pictures(forests, batch.pictures) if batch.pictures else forests

@@ -1,23 +1,24 @@
 """What is checked before a run begins, and before anything is written: one table.
 
     CONFIGURATION              settings that contradict each other
-    TOKENIZERS                 the tokenizers of the models, and the dataset's
+    TOKENIZER                  the tokenizers of the models, and the dataset's
     ROWS, TRAINED              rows of the dataset, and those to train on
     LEARNING, TAUGHT           whether anything can be learned from them
     SAMPLING, LOGPROBS         how they were sampled, and whether that can be corrected
+    PICTURES                   pictures of rows, and the models that are shown them
     ROUTERS, ROUTING           recorded experts (R3), and the models that use them
 
 A rule has the id of its error, an expression that is true where facts break it, and the parts of its
-message. Facts are a table with a column `name`, the place of the error: a row of the dataset from
-`trainer.batch.index_rows`, a model, or the dataset as a whole. `refuse` evaluates rules. Those about
-pictures are in `trainer.run.check_models`. The named invariants are not among them:
-`rollout_io.validate` refuses what breaks one.
+message. Facts are a table with a column `name`, the place of the error: a row, a model, or the dataset.
+`trainer.run.dataset_facts` and `model_facts` collect them, and have `refuse` evaluate the rules. The
+named invariants are not among them: `rollout_io.validate` refuses what breaks one.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -212,17 +213,15 @@ def refuse(facts: pl.DataFrame, rules: Iterable[Rule], config: TrainConfig) -> N
                 for part in (rule.finding, rule.expected, rule.hint)
             )
             kind = InvariantError if rule.id in RULES else InputError
-            where = first_of(broken["name"][0], len(broken))
-            raise kind(rule.id, where, finding, expected, hint or fix_of(rule.id))
+            place = first_of(broken["name"][0], len(broken))
+            raise kind(rule.id, place, finding, expected, hint or fix_of(rule.id))
 
 
-TOKENIZERS = (
-    Rule(
-        "tokenizer_fingerprint",
-        pl.col("fingerprint") != pl.col("of_dataset"),
-        pl.format("its tokenizer ({}) differs from the tokenizer of {}", "tokenizer", "model"),
-        applies=lambda config: not config.data.allow_other_tokenizer,
-    ),
+TOKENIZER = Rule(
+    "tokenizer_fingerprint",
+    pl.col("fingerprint") != pl.col("of_dataset"),
+    pl.format("its tokenizer ({}) differs from the tokenizer of {}", "tokenizer", "model"),
+    applies=lambda config: not config.data.allow_other_tokenizer,
 )
 
 ROWS = (
@@ -277,10 +276,12 @@ _ANYWAY = (
 )
 
 
-def _refuses_mismatched(config: TrainConfig) -> bool:
-    return not config.loss.allow_mismatched_logprobs
-
-
+_mismatched = partial(
+    Rule,
+    "rollout_logprobs",
+    hint=_ANYWAY,
+    applies=lambda config: not config.loss.allow_mismatched_logprobs,
+)
 _TRUNCATED = (pl.col("top_p") < 1) | (pl.col("top_k") > 0)
 _SETTINGS = ("temperature", "top_p", "top_k")
 _HOW = pl.format(
@@ -302,29 +303,20 @@ LOGPROBS = (
         "rollout_logprobs is null here but present in other rows to train on",
         hint=_OFF,
     ),
-    Rule(
-        "rollout_logprobs",
+    _mismatched(
         pl.col("token_source") == "retokenized",
         "its rollout_logprobs belong to re-tokenized text, not to the engine's tokens",
-        hint=_ANYWAY,
-        applies=_refuses_mismatched,
     ),
     # Processed ones of truncated sampling need the kept tokens: the policy gives them less than their
     # probability. An unknown mode counts as raw, which matters where the two differ.
-    Rule(
-        "rollout_logprobs",
+    _mismatched(
         (pl.col("logprobs_mode") == "processed") & _PROCESSED,
         "rollout_logprobs cover only the tokens that truncation kept, and sampling_support does not"
         " record them" + _HOW,
-        hint=_ANYWAY,
-        applies=_refuses_mismatched,
     ),
-    Rule(
-        "rollout_logprobs",
+    _mismatched(
         pl.col("logprobs_mode").ne_missing("processed") & _RAW,
         "rollout_logprobs are not from the sampled distribution" + _HOW,
-        hint=_ANYWAY,
-        applies=_refuses_mismatched,
     ),
 )
 
@@ -387,6 +379,7 @@ TAUGHT = Rule(
     applies=lambda config: config.loss.policy_loss_type == "distill",
 )
 
+_UNSET = [pl.when(pl.col(name).is_null()).then(pl.lit(name)) for name in _SETTINGS]
 SAMPLING = Rule(
     "sampling_defaults",
     pl.col("relies_on_defaults"),
@@ -394,19 +387,41 @@ SAMPLING = Rule(
         "the row does not record {}, and engines sample such requests with {} ({}): the gradient would"
         " be that of another distribution, and raw rollout_logprobs are not from the sampled"
         " distribution",
-        pl.concat_str(
-            (pl.when(pl.col(name).is_null()).then(pl.lit(name)) for name in _SETTINGS),
-            separator=" or ",
-            ignore_nulls=True,
-        ),
+        pl.concat_str(_UNSET, separator=" or ", ignore_nulls=True),
         "file",
         "defaults",
     ),
 )
 
-ROUTERS = (
+PICTURES = (
     Rule(
-        "replay_routing",
+        "picture_model",
+        pl.col("has_pictures") & ~pl.col("sees"),
+        pl.format("it shows a picture, but the {} has no encoder of pictures", "model"),
+    ),
+    Rule(
+        "picture_unknown",
+        pl.col("has_unknown"),
+        "a picture has no sha256, start or length, so what the model saw is unknown",
+    ),
+    Rule(
+        "picture_tokens",
+        pl.col("num_outside") > 0,
+        pl.format("{} placeholders of pictures are at no picture", "num_outside"),
+        "placeholders only where `pictures` has one",
+    ),
+    Rule(
+        "picture_tokens",
+        pl.col("trains_picture"),
+        "loss_mask is true at a token of a picture",
+        "false: pictures are not sampled",
+    ),
+)
+"""Rules of rows, with the facts of `trainer.batches.pictures.picture_facts` and of a model."""
+
+_replay = partial(Rule, "replay_routing")
+ROUTERS = (
+    _replay(
         pl.col("topk").is_null(),
         pl.format(
             "cannot replay recorded experts (rollout_expert_indices) in {}; supported families: {}",
@@ -414,8 +429,7 @@ ROUTERS = (
             "families",
         ),
     ),
-    Rule(
-        "replay_routing",
+    _replay(
         (pl.col("num_layers") != pl.col("num_recorded_layers"))
         | (pl.col("topk") != pl.col("recorded_topk")),
         pl.format("{} layers with {} experts per token", "num_recorded_layers", "recorded_topk"),
@@ -423,14 +437,12 @@ ROUTERS = (
     ),
 )
 ROUTING = (
-    Rule(
-        "replay_routing",
+    _replay(
         pl.col("highest_expert") >= pl.col("num_experts"),
         pl.format("expert {}", "highest_expert"),
         pl.format("0 to {}, the experts of {}", pl.col("num_experts") - 1, "model"),
     ),
-    Rule(
-        "replay_routing",
+    _replay(
         pl.col("repeats_expert"),
         "the same expert twice",
         pl.format("{} different experts per token", "topk"),

@@ -23,12 +23,11 @@ from trainer.algorithms.losses import Targets, select
 from trainer.algorithms.own_functions import call
 from trainer.algorithms.reductions import Units, reduction_weights
 from trainer.batch import Batch
-from trainer.batches.forest import Forest
+from trainer.batches.forest import Forest, Watch, padded_forests
 from trainer.batches.overlap import CopyToCpu, columns_to_device, to_device
 from trainer.batches.sampling_support import teacher_sets
 from trainer.config.functions import LOSS_REDUCTION, POLICY_LOSS, Function, bind
-from trainer.config.loss_config import LossConfig
-from trainer.distributed.balance import Watch, padded_forests
+from trainer.config.sections import LossConfig
 from trainer.distributed.processes import of_all_processes, over_processes
 from trainer.run.messages import SELECTION, UNWATCHED, Passes
 from trainer.run.run import Run
@@ -70,7 +69,7 @@ def objective(
     if loss.entropy_loss_coef:
         total = total - loss.entropy_loss_coef * weights * entropy
         losses = losses - loss.entropy_loss_coef * entropy
-    columns |= {"loss": total, "losses": losses}
+    columns |= {"loss": total, "unweighted_loss": losses}
     columns["rollout_logprobs_diff"] = targets.old_logprobs - targets.rollout_logprobs
     return total.sum(), {name: values.detach() for name, values in columns.items()}
 

@@ -18,17 +18,22 @@ from accelerate import Accelerator
 
 from rollout_io.cli.output import REPEATED_S, answers_second_signal
 from trainer.config.train_config import TrainConfig, save_config
+from trainer.distributed.accelerator import whole_weights
 from trainer.distributed.liveness import watched
-from trainer.distributed.processes import gather_bytes, handling, lost_processes, on_main
-from trainer.distributed.sharding import whole_weights
+from trainer.distributed.processes import agreed, gather_bytes, handling, lost_processes
 from trainer.run.checkpoint import checkpoint_path, discard_after, save_checkpoint
 from trainer.run.directory import alone_in, publish, published, stays_in_place, stops_when_full
 from trainer.run.messages import UNWATCHED
 from trainer.run.open_run import open_run
-from trainer.run.resume import SETTINGS, fixed_settings
-from trainer.run.run import Run
+from trainer.run.resume import (
+    SETTINGS,
+    fixed_settings,
+    optimizer_tensors,
+    save_state,
+    with_whole_outputs,
+)
+from trainer.run.run import Progress, Run
 from trainer.run.run_log import RunLog, record_start, samples_of
-from trainer.run.state import Progress, optimizer_tensors, save_state, with_whole_outputs
 from trainer.run.token_records import discard_token_records, say_size
 from trainer.update import set_rates, updates
 
@@ -147,14 +152,14 @@ def _lock_and_roll_back(run: Run, held: ExitStack) -> None:
 
 
 def write_in_main(accelerator: Accelerator, out: Path, work: Callable[[], object] | None) -> None:
-    """Run `work` in the main process (other processes pass None); a full disk stops all processes."""
+    """Run `work` in the main process while the others wait; an error, such as a full disk, stops all."""
 
     def write() -> None:
         with stops_when_full(out):
-            if work:
+            if work and accelerator.is_main_process:
                 work()
 
-    on_main(accelerator, write)
+    agreed(accelerator, write)
 
 
 def _open_log(run: Run) -> AbstractContextManager[RunLog | None]:

@@ -29,20 +29,15 @@ import pyarrow as pa
 import torch
 
 from schemas.errors import RolloutError
+from trainer.algorithms.losses import clipped_value_loss
 from trainer.batch import Batch, cut_batch, groups_with_gradient, read_rows, to_batch, without_sets
-from trainer.batches.chains import digests_of, find_origins
-from trainer.batches.forest import Forest, chain_lengths
+from trainer.batches.chains import digests_of, find_origins, place_steps
+from trainer.batches.forest import Forest, Watch, chain_lengths, padded_forests
 from trainer.batches.overlap import CopyToCpu, columns_to_device, one_ahead, to_device
 from trainer.batches.plan import split
-from trainer.distributed.balance import (
-    Watch,
-    gather_places,
-    padded_forests,
-    share_rows,
-    with_repeated_share,
-)
-from trainer.distributed.processes import agreed, local_groups, over_processes
-from trainer.distributed.sharding import without_reduction
+from trainer.distributed.accelerator import without_reduction
+from trainer.distributed.balance import gather_places, share_rows, with_repeated_share
+from trainer.distributed.processes import agreed, local_groups, over_processes, raise_in_all
 from trainer.loss import (
     critic_values,
     objective,
@@ -51,9 +46,8 @@ from trainer.loss import (
     with_target_weights,
     with_teacher,
 )
-from trainer.models.critic import clipped_value_loss
 from trainer.models.optimizer import clip_and_step, rate_factor, set_learning_rate
-from trainer.run.batch_advantages import estimate, next_coef, subtract_kl
+from trainer.run.batch_advantages import estimate_advantages, next_kl_coef, subtract_kl
 from trainer.run.messages import (
     CRITIC_TRAINING,
     OLD_LOGPROBS,
@@ -63,18 +57,12 @@ from trainer.run.messages import (
     VALUES,
     Passes,
 )
-from trainer.run.metrics import (
-    batch_metrics,
-    generated_metrics,
-    generated_rows,
-    update_metrics,
-)
-from trainer.run.run import Run
-from trainer.run.state import START, Position, Progress
+from trainer.run.metrics import batch_metrics, generated_metrics, generated_rows, update_metrics
+from trainer.run.run import START, Position, Progress, Run
 from trainer.run.token_records import recorder_of, token_records
 from trainer.run.warnings import MISMATCH, sampler_mismatch
 
-RECORDED_ONLY = ("losses", "correction_weights")
+RECORDED_ONLY = ("unweighted_loss", "correction_weights")
 """Columns of the objective that are not metrics."""
 
 
@@ -144,20 +132,22 @@ def steps(run: Run, position: Position, passes: Passes = UNWATCHED) -> Iterator[
     evaluates the current models.
     """
     sizes = run.config.batch
-    batches = (run.plan.batches * sizes.num_epochs)[position.batch - run.first_batch :]
+    batches = (run.plan.batches * sizes.num_epochs)[position.batches_done - run.first_batch :]
     reading = one_ahead(partial(read_groups, run), batches)
     for groups in batches:
         rows, stored = agreed(run.accelerator, lambda: next(reading))
         batch = ready_batch(run, groups, position, rows, stored, passes)
         trained_groups = groups_with_gradient(run.accelerator, batch)
         groups_of = split(groups, sizes.groups_per_mini_batch)
-        after = Position(batch=position.batch + 1, kl_coef=batch.next_kl_coef)
+        after = Position(batches_done=position.batches_done + 1, kl_coef=batch.next_kl_coef)
         order = list(range(len(batch.mini_batches))) * sizes.epochs_per_batch
         is_alone = run.accelerator.num_processes == 1
         local_slots = None if is_alone else (batch.global_slots, int(batch.num_response.sum()))
-        for done, number in enumerate(order[position.mini_batch :], position.mini_batch):
+        for done, number in enumerate(
+            order[position.mini_batches_done :], position.mini_batches_done
+        ):
             here = replace(
-                position, mini_batch=done, outputs=batch.outputs, local_slots=local_slots
+                position, mini_batches_done=done, outputs=batch.outputs, local_slots=local_slots
             )
             is_last = done + 1 == len(order)
             yield Step(
@@ -165,7 +155,7 @@ def steps(run: Run, position: Position, passes: Passes = UNWATCHED) -> Iterator[
                 number=number,
                 num_left=len(order) - done,
                 before=here if done else position,
-                after=after if is_last else replace(here, mini_batch=done + 1),
+                after=after if is_last else replace(here, mini_batches_done=done + 1),
                 trained_groups=trained_groups.intersection(groups_of[number]),
                 metrics=batch.mini_batches[number].metrics | (batch.generated if done == 0 else {}),
             )
@@ -201,9 +191,9 @@ def ready_batch(
     Within a batch, `position.outputs` has the outputs of the models at its start.
     """
     config, accelerator = run.config, run.accelerator
-    all_rows = share_rows(accelerator, rows, run.plan, groups, config)
+    alone = rows if accelerator.num_processes == 1 else None  # no other process has any
     batch = to_batch(
-        all_rows,
+        share_rows(accelerator, rows, run.plan, groups, config) if alone is None else alone,
         config.batch.max_row_tokens,
         imitates=config.loss.is_supervised,
         pictures=run.pictures,
@@ -211,10 +201,10 @@ def ready_batch(
     if config.loss.policy_loss_type == "distill":
         batch = without_sets(batch)
     lengths = chain_lengths(batch.prompts, batch.responses, batch.trains)
-    agreed(accelerator, lambda: run.limit.check(lengths, batch.names))
+    agreed(accelerator, lambda: run.row_limit.check(lengths, batch.names))
     places = None
     if config.run.record_tokens != "none":
-        places = gather_places(accelerator, rows)
+        places = gather_places(accelerator, rows) if alone is None else place_steps(alone)
     if stored is not None:
         batch = replace(
             batch,
@@ -222,13 +212,13 @@ def ready_batch(
             origins=places if places is None else find_origins(places, batch.num_response, stored),
         )
 
-    mini_batches = with_repeated_share(accelerator, cut_batch(batch, config.batch))
+    mini_batches = cut_batch(batch, config.batch)
+    if alone is None:
+        mini_batches = with_repeated_share(accelerator, mini_batches)
     forests = [forest for mini_batch in mini_batches for forest in mini_batch.forests]
     needed = _needed(run, len(mini_batches))
     outputs: dict[str, Any] = dict(position.outputs)
-    if (
-        outputs and accelerator.num_processes > 1 and position.local_slots is None
-    ):  # of a checkpoint
+    if outputs and alone is None and position.local_slots is None:  # of a checkpoint
         outputs = {name: values[batch.global_slots] for name, values in outputs.items()}
     if not outputs:  # under the models before the first update
         if VALUES in needed:
@@ -242,7 +232,9 @@ def ready_batch(
     batch = replace(batch, **outputs)
 
     batch, kl_metrics = subtract_kl(accelerator, batch, run.plan, groups, config, position.kl_coef)
-    batch = estimate(accelerator, batch, config.advantage, is_supervised=config.loss.is_supervised)
+    batch = estimate_advantages(
+        accelerator, batch, config.advantage, is_supervised=config.loss.is_supervised
+    )
     counts = batch_metrics(accelerator, run.plan, batch, groups)
     return replace(
         batch,
@@ -251,7 +243,7 @@ def ready_batch(
             replace(mini_batch, metrics=mini_batch.metrics | counted | kl_metrics)
             for mini_batch, counted in zip(mini_batches, counts, strict=True)
         ),
-        next_kl_coef=next_coef(position.kl_coef, kl_metrics, batch, config.loss),
+        next_kl_coef=next_kl_coef(position.kl_coef, kl_metrics, batch, config.loss),
     )
 
 
@@ -298,7 +290,7 @@ def make_update(run: Run, step: Step, progress: Progress, passes: Passes = UNWAT
             outputs = policy(forest, temperature)
             targets = targets_of(batch, slot, outputs)
             try:
-                loss, columns = objective(targets, loss_config, corrects=run.corrects)
+                loss, columns = objective(targets, loss_config, corrects=run.corrects_for_sampler)
             except RolloutError as error:  # of a user's loss
                 if accelerator.num_processes == 1:
                     raise
@@ -314,7 +306,7 @@ def make_update(run: Run, step: Step, progress: Progress, passes: Passes = UNWAT
             )
         )
     if loss_config.has_own_loss:
-        agreed(accelerator, partial(_raise_any, failures))
+        raise_in_all(accelerator, *failures)
     grad_norm = 0.0
     if num_trained:
         max_norm = run.config.optimizer.max_grad_norm
@@ -396,11 +388,6 @@ def update_critic(
         "critic/values_clipfrac": clipped_fraction,
         "critic/grad_norm": grad_norm,
     }
-
-
-def _raise_any(failures: Sequence[RolloutError]) -> None:
-    if failures:
-        raise failures[0]
 
 
 def _needed(run: Run, num_mini_batches: int) -> list[str]:

@@ -228,8 +228,8 @@ def _with_sampling(source: _Source) -> pl.LazyFrame:
     """
     import polars as pl
 
+    from pipelines.sampling_defaults import sampling_extra_of
     from rollout_io.dataset.reader import read_metadata
-    from rollout_io.formats.parsing.bodies import sampling_extra_of
 
     if "sampling_extra" in source.frame.collect_schema():
         return source.frame

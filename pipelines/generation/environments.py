@@ -6,11 +6,9 @@ Their results are checked, and their calls have time limits.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import json
 import math
-import pkgutil
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from pipelines.generation.pictures import seen
 from pipelines.generation.tasks import Task, conversation
 from pipelines.generation.user_code import OwnThread, encodable
 from rollout_io.formats.parsing.messages import openai_tools
+from rollout_io.plugins import resolve
 from schemas.columns import metrics_dict
 from schemas.errors import ConfigError, InputError, RolloutError
 from schemas.imports import requires_extra
@@ -299,33 +298,6 @@ def default_env_config(name: str) -> dict[str, Any]:
         for field in dataclasses.fields(record)
         if field.default is not dataclasses.MISSING
     }
-
-
-def resolve(name: str, rule: str) -> Callable[..., Any]:
-    """Import the class or function named by `module:name`.
-
-    Raises:
-        ConfigError: `{rule}`: the module cannot be imported, or the name does not exist or is not
-            callable.
-    """
-    try:
-        found = pkgutil.resolve_name(name)
-    except Exception as error:  # a module may raise anything
-        absent = f"{error.name}." if isinstance(error, ModuleNotFoundError) else "."
-        is_own = f"{name.partition(':')[0]}.".startswith(absent)
-        hint = "run from the module's directory, or add it to PYTHONPATH" if is_own else ""
-        finding = f"{type(error).__name__}: {error}"
-        if ":" not in name:
-            hint = "write module:name, with a colon"
-        elif isinstance(error, AttributeError) and error.obj is not None and error.name:
-            near = difflib.get_close_matches(error.name, dir(error.obj), 1)
-            hint = f"did you mean `{near[0]}`?" if near else hint
-        raise ConfigError(rule, name, f"cannot import it: {finding}", hint=hint) from None
-    if not callable(found):
-        finding = f"a value of type {type(found).__name__}"
-        raise ConfigError(rule, name, finding, "a class or function")
-    make: Callable[..., Any] = found
-    return make
 
 
 def as_number(value: Any) -> float | None:

@@ -20,12 +20,7 @@ import pyarrow.compute as pc
 
 from pipelines.generation.config import GenerateConfig, sampling_params, with_sampling_params
 from pipelines.generation.engines.base import Engine, Watched
-from pipelines.generation.environments import (
-    ENVIRONMENT,
-    environment_metrics,
-    environment_of,
-    resolve,
-)
+from pipelines.generation.environments import ENVIRONMENT, environment_metrics, environment_of
 from pipelines.generation.generator import Generator
 from pipelines.generation.tasks import Finished, Task, conversation, finished_of, rows_of
 from pipelines.generation.user_code import in_time, without_exit
@@ -36,6 +31,7 @@ from rollout_io.formats.parsing.bodies import sampling_extra
 from rollout_io.formats.skyrl_fields import ROLLOUT_METRICS, GeneratorOutput, TrajectoryID, to_json
 from rollout_io.formats.skyrl_generator_output import Failed, to_generator_output
 from rollout_io.formats.skyrl_output_columns import table_of, trajectory_identity
+from rollout_io.plugins import resolve
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.checker import validate
 from schemas.columns import COLUMN_BY_NAME

@@ -1,12 +1,14 @@
-"""Tasks for environments, agents and harnesses, and the attempts at them that finished."""
+"""Tasks for environments, agents and harnesses, their order, and the attempts that finished."""
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import random
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -94,6 +96,41 @@ def attempts(task: Task, group_size: int) -> Iterator[Task]:
     """Yield the attempts 0..group_size-1 at a task."""
     for repetition_id in range(group_size):
         yield replace(task, repetition_id=repetition_id)
+
+
+def endless_tasks(
+    tasks: Sequence[Task], order: Literal["shuffled", "listed"], seed: int
+) -> Iterator[Task]:
+    """Yield tasks endlessly; each visit has an `instance_id` of its own: `a`, `a@2`, `a@3`.
+
+    `task_instance_id` is the task's own id. Numbers that would repeat the id of a task are skipped.
+
+    Args:
+        tasks: The tasks.
+        order: `shuffled`: the seed and the number of a pass determine its order; `listed`: each
+            pass has the order of `tasks`, such as a curriculum.
+        seed: Seed of the order.
+
+    Example:
+        >>> tasks = [Task(instance_id=name, repetition_id=0, prompt=[]) for name in "ba"]
+        >>> found = itertools.islice(endless_tasks(tasks, "listed", 0), 4)
+        >>> [task.instance_id for task in found]
+        ['b', 'a', 'b@2', 'a@2']
+    """
+    ids = {task.instance_id for task in tasks}
+    visits = {name: _visits(name, ids) for name in ids}
+    for number in itertools.count(1):
+        order_of_pass = list(tasks)
+        if order == "shuffled":
+            random.Random(f"{seed}/{number}").shuffle(order_of_pass)
+        for task in order_of_pass:
+            name = task.instance_id
+            yield replace(task, instance_id=next(visits[name]), task_instance_id=name)
+
+
+def _visits(name: str, ids: Collection[str]) -> Iterator[str]:
+    yield name
+    yield from (visit for n in itertools.count(2) if (visit := f"{name}@{n}") not in ids)
 
 
 def _records(path: Path) -> Iterator[tuple[str, Any]]:

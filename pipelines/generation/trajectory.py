@@ -20,7 +20,7 @@ from pipelines.generation.engines.base import (
     Sampling,
     Watched,
 )
-from pipelines.generation.environments import Environment, as_number, resolve
+from pipelines.generation.environments import Environment, as_number
 from pipelines.generation.histories import Conversation, as_json, begin, final_rendering
 from pipelines.generation.pictures import Pictures
 from pipelines.generation.tasks import Task
@@ -28,6 +28,7 @@ from pipelines.generation.user_code import encodable, in_time, without_exit
 from rollout_io.dataset.blobs import Blobs
 from rollout_io.formats.base import Step
 from rollout_io.formats.parsing.bodies import sampling_extra
+from rollout_io.plugins import resolve
 from rollout_io.retokenize.tokenizer import ChatTokenizer, Tools
 from schemas.errors import ConfigError, EngineError, InputError, RolloutError
 from schemas.messages import RETOKENIZED

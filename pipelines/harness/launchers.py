@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from pipelines.generation.environments import as_number, resolve
+from pipelines.generation.environments import as_number
 from pipelines.generation.processes import Watch
 from pipelines.generation.tasks import Task
 from pipelines.generation.user_code import OwnThread, encodable, in_time, without_exit
@@ -30,6 +30,7 @@ from pipelines.harness.commands import (
     words_of,
 )
 from rollout_io.conversion.rewards import Outcome
+from rollout_io.plugins import resolve
 from schemas.errors import ConfigError, InputError, RolloutError
 
 REWARD = "harness_reward"

@@ -15,7 +15,7 @@ from typing import Any
 
 import polars as pl
 
-from pipelines.generation.environments import environment_class, resolve
+from pipelines.generation.environments import environment_class
 from pipelines.rescoring.attempts import Attempt, attempts
 from pipelines.rescoring.scorers import RULE, Score, Scorer, scores, source_digests
 from rollout_io.dataset.locking import lock
@@ -30,6 +30,7 @@ from rollout_io.dataset.versions import (
     version_path,
     write_version,
 )
+from rollout_io.plugins import resolve
 from rollout_io.retokenize.local import remembered_tokenizer
 from rollout_io.retokenize.token_bytes import load_token_bytes
 from schemas.errors import InputError

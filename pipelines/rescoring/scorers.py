@@ -23,11 +23,11 @@ from pipelines.generation.environments import (
     as_number,
     default_env_config,
     environment_class,
-    resolve,
 )
 from pipelines.generation.tasks import Task, read_tasks
 from pipelines.rescoring.attempts import Attempt
 from rollout_io.dataset.worker_processes import Pool
+from rollout_io.plugins import resolve
 from schemas.errors import InputError, RolloutError
 
 RULE = "reward_function"

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 import rollout_io
 from rollout_io.dataset.opening import read_input, refuse_irregular
-from rollout_io.dataset.versions import with_stored_digest
+from rollout_io.dataset.trajectory_facts import with_stored_digest
 from rollout_io.formats.parsing.records import natural_key
 from schemas.errors import InputError, count
 from schemas.records import TOKENS, token_record_path, token_record_schema, token_record_steps

@@ -18,7 +18,7 @@ import polars as pl
 import pyarrow as pa
 
 import schemas
-from rollout_io.dataset.blobs import RULE, fault_of, names_in, stores_of
+from rollout_io.dataset.blobs import RULE, Blobs, fault_of, names_in, stores_of
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.polars_sources import Rows
 from rollout_io.dataset.reader import (
@@ -72,11 +72,12 @@ def validate(path: Paths | Rows, workers: Workers | None = None) -> None:
 
 def check_blobs(path: Paths) -> Iterator[pl.DataFrame]:
     """Yield the rows of a dataset whose pictures are missing or were changed; each file is read once."""
-    stores, faults, num_rows = stores_of(path), dict[str, str | None](), 0
+    stores, faults, num_rows = list[Blobs](), dict[str, str | None](), 0
     for shard in open_shards(path):
         names = [name for name in (PICTURES, "trajectory_id", "step_index") if name in shard.names]
-        tables = shard.row_groups(names, is_checked=False) if PICTURES in names else ()
-        at = num_rows
+        has_pictures, at = PICTURES in names, num_rows
+        tables = shard.row_groups(names, is_checked=False) if has_pictures else ()
+        stores = stores or (stores_of(path) if has_pictures else [])
         for _, table in tables:
             for name in sorted(names_in(table) - faults.keys()):
                 faults[name] = fault_of(name, stores)
@@ -98,8 +99,8 @@ def _faulty(table: pa.Table, faults: Mapping[str, str | None]) -> tuple[Any, ...
 
 def _breaches(path: Paths, workers: Workers | None = None) -> Iterator[pl.DataFrame]:
     """Yield the breaches piece by piece."""
-    workers, vocab_size = workers or Workers(), read_metadata(path).vocab_size
-    if workers != Workers():
+    vocab_size = read_metadata(path).vocab_size
+    if workers is not None and workers != Workers():
         parts = list(workers.map_in_order(partial(_check_shard, vocab_size), shard_paths(path)))
         checkers = [checker for _, checker in parts]
         if _are_apart(checkers):

@@ -1,4 +1,4 @@
-"""Functions that open input files.
+"""Functions that open input files, and tell whether one was changed while it was read.
 
 Only regular files and pipes inherited by this process are accepted; anything else could block or
 never end.
@@ -177,6 +177,42 @@ def digest_of(path: str | os.PathLike[str]) -> str:
         while block := file.read(_HASHED_BYTES):
             digest.update(block)
     return digest.hexdigest()
+
+
+def changed(path: str, verb: str) -> InputError:
+    """Return the error for a shard that was changed while its dataset was read."""
+    hint = "run the same command again once nothing writes to the dataset"
+    return InputError("input_file", path, f"the file was {verb} while it was read", "", hint)
+
+
+class State(NamedTuple):
+    """What identifies the content of a local file.
+
+    Size and modification time can be equal for two files, because programs set them. Only the
+    kernel sets the time of the last status change. Some network file systems give a file another
+    inode after a while, so the inode alone is not compared.
+    """
+
+    num_bytes: int
+    modified_ns: int
+    status_changed_ns: int
+    inode: int
+
+    def may_be(self, other: State) -> bool:
+        """True if only the status of the file changed: its mode, or its number of hard links."""
+        same = self.num_bytes, self.modified_ns
+        if same != (other.num_bytes, other.modified_ns):
+            return False
+        return self.status_changed_ns == other.status_changed_ns or self.inode == other.inode
+
+
+def state_of(path: str) -> State | None:
+    """Return the state of a local file; None if it is gone."""
+    try:
+        status = os.stat(path)  # noqa: PTH116 - `Path` is slower, and this runs once a row group
+    except OSError:
+        return None
+    return State(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
 
 def _irregular(where: str, mode: int) -> InputError:

@@ -13,8 +13,7 @@ from functools import partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from rollout_io.dataset.opening import OPENED, digest_of
-from rollout_io.dataset.sources import State, state_of
+from rollout_io.dataset.opening import OPENED, State, digest_of, state_of
 from schemas.errors import ConfigError, InputError, RolloutError
 from schemas.imports import requires_extra
 

@@ -25,21 +25,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rollout_io.dataset.footer import Place, refuse_incomplete, row_groups_with, verify
-from rollout_io.dataset.opening import refuse_irregular, too_many_open_files
+from rollout_io.dataset.opening import (
+    State,
+    changed,
+    refuse_irregular,
+    state_of,
+    too_many_open_files,
+)
 from rollout_io.dataset.prefix_layout import decode_prefixes
-from rollout_io.dataset.sources import State, changed, state_of
 from rollout_io.dataset.storage import PARTITION_HINT, DatasetFiles, Location, Paths, find_datasets
 from schemas.checker import DECODE_COLUMNS, check_references, raise_errors, unreadable_text
 from schemas.columns import COLUMN_BY_NAME, PREFIX_FIELDS
 from schemas.errors import InputError, InvariantError, first_of
-from schemas.metadata import (
-    DatasetMetadata,
-    common,
-    contradictory,
-    layout_of,
-    upgrade,
-    version_of,
-)
+from schemas.metadata import DatasetMetadata, common, contradictory, layout_of, upgrade, version_of
 from schemas.numpy_arrays import empty_table, to_arrow
 from schemas.types import PREFIX_TYPES, plain_table
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from rollout_io.dataset.filesystems import LocalFiles
+from rollout_io.dataset.opening import changed, state_of
 from rollout_io.dataset.storage import Location, Paths, find_shards
 from schemas.errors import InputError
 
@@ -52,42 +52,6 @@ def refuse_changed(*datasets: Paths) -> Iterator[None]:
     sources = Sources(*datasets)
     yield
     sources.refuse_changed()
-
-
-def changed(path: str, verb: str) -> InputError:
-    """Return the error for a shard that was changed while its dataset was read."""
-    hint = "run the same command again once nothing writes to the dataset"
-    return InputError("input_file", path, f"the file was {verb} while it was read", "", hint)
-
-
-class State(NamedTuple):
-    """What identifies the content of a local file.
-
-    Size and modification time can be equal for two files, because programs set them. Only the
-    kernel sets the time of the last status change. Some network file systems give a file another
-    inode after a while, so the inode alone is not compared.
-    """
-
-    num_bytes: int
-    modified_ns: int
-    status_changed_ns: int
-    inode: int
-
-    def may_be(self, other: State) -> bool:
-        """True if only the status of the file changed: its mode, or its number of hard links."""
-        same = self.num_bytes, self.modified_ns
-        if same != (other.num_bytes, other.modified_ns):
-            return False
-        return self.status_changed_ns == other.status_changed_ns or self.inode == other.inode
-
-
-def state_of(path: str) -> State | None:
-    """Return the state of a local file; None if it is gone."""
-    try:
-        status = os.stat(path)  # noqa: PTH116 - `Path` is slower, and this runs once a row group
-    except OSError:
-        return None
-    return State(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
 
 def _version(shard: Location) -> Any:

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from rollout_io import scan
-from rollout_io.dataset.versions import with_stored_digest
+from rollout_io.dataset.trajectory_facts import with_stored_digest
 from tests.browser.conftest import export, number, tab_at, viewer
 from tests.browser.test_hostile import HOSTILE, NAME, check
 from tests.helpers.findings_helpers import (

@@ -8,7 +8,7 @@ import pytest
 
 from pipelines.rewards import trajectory_returns
 from rollout_io import scan
-from rollout_io.dataset.versions import with_stored_digest
+from rollout_io.dataset.trajectory_facts import with_stored_digest
 from schemas.records import token_record_path, token_record_schema
 from tests.browser.conftest import tab_at, viewer
 

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rollout_io import RolloutWriter
-from rollout_io.dataset.versions import with_stored_digest
+from rollout_io.dataset.trajectory_facts import with_stored_digest
 from schemas.records import UPDATE_SHARE_COLUMNS, VERDICT_COLUMNS
 
 ROWS = (("t_0", 0, [5, 6, 7, 8]), ("t_0", 1, [9, 9]), ("t_1", 0, [4, 4, 4]), ("u_0", 0, [7]))

@@ -22,7 +22,7 @@ from tests.helpers.tree_helpers import batch_of, mini_batch_of
 from trainer import rl
 from trainer.batches.forest import with_sets
 from trainer.batches.sampling_support import teacher_sets
-from trainer.distributed.sharding import whole
+from trainer.distributed.accelerator import whole
 from trainer.models.layers import compile_layers
 from trainer.models.lora import add_adapter
 from trainer.models.policy import Policy

@@ -21,11 +21,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 import trainer.cli.train
-import trainer.distributed.launch
-import trainer.distributed.sharding
+import trainer.distributed.accelerator
 import trainer.engine.embedded
 import trainer.rl.loop
-import trainer.run.check_models
+import trainer.run.model_facts
 import trainer.run.open_run
 from rollout_io.cli.main import run as run_command
 from rollout_io.cli.output import shown_log
@@ -33,8 +32,7 @@ from rollout_io.retokenize.tokenizer import load_tokenizer
 from tests.helpers.configs import from_saved, train_config
 from tests.helpers.trainer_helpers import forests_of, make_batch, run_of, tiny_policy, update_with
 from trainer import rl
-from trainer.distributed.launch import make_accelerator
-from trainer.distributed.sharding import whole
+from trainer.distributed.accelerator import make_accelerator, whole
 from trainer.models.lora import add_adapter, checkpoint_weights
 from trainer.models.pictures import without_encoder
 from trainer.training import train
@@ -71,8 +69,8 @@ def fsdp2(**settings):
 
 
 def prepared(*models):
-    """What `trainer.distributed.sharding.wrap` makes of them, sharded layer by layer."""
-    model, optimizer = trainer.distributed.sharding.wrap(*models)
+    """What `trainer.distributed.accelerator.wrap` makes of them, sharded layer by layer."""
+    model, optimizer = trainer.distributed.accelerator.wrap(*models)
     check_sharded(model)
     assert all(isinstance(layer, FSDPModule) for layer in model.model.get_decoder().layers)
     return model, optimizer
@@ -154,7 +152,7 @@ def work(job):
     if job.get("sharded") == "directly":
         trainer.run.open_run.wrap = shard
     if job.get("sharded") == "by Accelerate":
-        trainer.distributed.launch.Accelerator, trainer.run.open_run.wrap = fsdp2, prepared
+        trainer.distributed.accelerator.Accelerator, trainer.run.open_run.wrap = fsdp2, prepared
     if "command" in job:
         sys.exit(run_command(job["command"]))
     if "file" in job:
@@ -200,7 +198,7 @@ def start(job, rank, port):
 def load_tokenizer_once(model):
     """Loading SmolLM2's tokenizer takes longer than most runs."""
     loaded = load_tokenizer(model)
-    for module in (trainer.rl.loop, trainer.engine.embedded, trainer.run.check_models):
+    for module in (trainer.rl.loop, trainer.engine.embedded, trainer.run.model_facts):
         module.load_tokenizer = lambda *_, **__: loaded  # type: ignore[attr-defined]
 
 

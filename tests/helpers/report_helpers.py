@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 import rollout_io
 from rollout_io import RolloutWriter
-from rollout_io.dataset.versions import with_stored_digest
+from rollout_io.dataset.trajectory_facts import with_stored_digest
 from schemas.metadata import DatasetMetadata
 from schemas.ragged import Ragged, offsets_of
 from schemas.records import token_record_path, token_record_schema

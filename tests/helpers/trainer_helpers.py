@@ -19,8 +19,7 @@ from tests.helpers.configs import train_config
 from trainer.batch import read_rows, to_batch
 from trainer.batches.forest import MiniBatch, chain_forests
 from trainer.models.policy import Policy
-from trainer.run.run import Run
-from trainer.run.state import START
+from trainer.run.run import START, Run
 from trainer.update import Step, make_update
 
 VOCAB = 61
@@ -147,7 +146,7 @@ def run_of(policy, *, corrects=False, reference=None, critic=None, **settings):
         reference=reference,
         critic=critic,
         critic_optimizer=critic and torch.optim.SGD(critic.trained_parameters(), lr=rate),
-        corrects=corrects,
+        corrects_for_sampler=corrects,
     )
 
 

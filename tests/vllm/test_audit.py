@@ -12,7 +12,7 @@ from pipelines.generation.config import GenerateConfig
 from pipelines.generation.engines.vllm import VllmEngine
 from pipelines.generation.run import generate
 from rollout_io.cli.main import run
-from trainer.engine.open_engine import open_engine
+from trainer.engine import open_engine
 
 pytestmark = pytest.mark.vllm
 

@@ -14,8 +14,8 @@ from pipelines.generation.config import GenerateConfig
 from pipelines.generation.engines.base import Sampling
 from schemas.errors import RolloutError
 from tests.vllm.test_generation import differences
+from trainer.engine import open_engine
 from trainer.engine.embedded import TransformersEngine
-from trainer.engine.open_engine import open_engine
 from trainer.models.lora import checkpoint_weights
 
 # vLLM's own modules warn of what torch will drop.

@@ -18,7 +18,7 @@ from rollout_io.cli.main import run
 from rollout_io.retokenize.tokenizer import load_tokenizer
 from tests.helpers.generation_helpers import EOS, HERE
 from tests.helpers.trainer_helpers import forests_of, make_batch
-from trainer.engine.open_engine import open_engine
+from trainer.engine import open_engine
 from trainer.models.policy import load_policy
 
 pytestmark = pytest.mark.vllm

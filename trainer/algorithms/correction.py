@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trainer.algorithms.losses import bounded_exp, row_sums
-from trainer.config.loss_config import LossConfig
+from trainer.config.sections import LossConfig
 
 
 class Bounds(NamedTuple):

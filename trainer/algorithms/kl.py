@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer.config.loss_config import KLEstimator
+from trainer.config.sections import KLEstimator
 
 MAX_K3 = 10.0
 MAX_LOG_RATIO = 20.0

@@ -1,4 +1,4 @@
-"""Policy losses per target (trained response token), neither reduced nor corrected for the sampler.
+"""Losses of the policy, and of the critic, per target (trained response token); not reduced.
 
 In all equations l is `logprobs` (with gradient), l_old `old_logprobs`, l_roll `rollout_logprobs`,
 A `advantages`, r = exp(l - l_old) with the exponent clamped to +-20, and sg[.] stops the gradient.
@@ -21,8 +21,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.config.loss_config import LossConfig
+from trainer.config.sections import LossConfig
 
+# exp(20) is about 5e8: far beyond any useful ratio, and far below float32's overflow at exp(88).
 MAX_LOG_RATIO = 20.0
 MAX_LOG_SEQUENCE_RATIO = 10.0
 KL_EPSILON = 1e-8
@@ -138,18 +139,10 @@ def gspo(
         s    = exp(min(l - sg[l] + sg[mean over the row of (l - l_old)], 10))
         loss = -min(s A, clip(s, 1 - eps_clip_low, 1 + eps_clip_high) A)
 
-    sg is the stop-gradient operator: the value of s is the geometric mean of the row's ratios, but
-    its gradient flows only through the token's l. A row is one forwarded sequence: with the layout
-    `step`, each turn has its own ratio. The paper averages over rows (loss.reduction
-    sequence_mean); its bounds are around 3e-4.
-
-    Args:
-        logprobs: [M].
-        old_logprobs: [M].
-        advantages: [M].
-        row: [M] int64 row of each target, 0..R-1; must include all targets of a row.
-        eps_clip_low: Distance of the lower bound from 1.
-        eps_clip_high: Distance of the upper bound from 1.
+    The value of s is the geometric mean of the row's ratios, but its gradient flows only through the
+    token's l. A row is one forwarded sequence, whose targets must all be there: with the layout `step`,
+    each turn has its own ratio. The paper averages over rows (loss.reduction sequence_mean); its bounds
+    are around 3e-4.
     """
     log_ratio = (logprobs - old_logprobs).detach()
     counts = row_sums(torch.ones_like(log_ratio), row).clamp(min=1)  # rows without targets
@@ -173,9 +166,8 @@ def cispo(
 
         loss = -sg[clip(exp(l - anchor), 1 - cispo_eps_clip_low, 1 + cispo_eps_clip_high)] A l
 
-    sg is the stop-gradient operator, so every target keeps a gradient; targets whose weight is
-    clipped are reported as `clipped`. The anchor is l_old, or l_roll to correct for sampler
-    mismatch as well.
+    Every target keeps a gradient; targets whose weight is clipped are reported as `clipped`. The anchor
+    is l_old, or l_roll to correct for sampler mismatch as well.
     """
     anchor = rollout_logprobs if cispo_anchor == "rollout" else old_logprobs
     ratio = probability_ratio(logprobs, anchor).detach()
@@ -197,8 +189,8 @@ def rollout_is(
         r    = exp(l - l_roll)
         loss = -sg[r if 1 - eps_clip_low < r < 1 + eps_clip_high else 0] A l
 
-    sg is the stop-gradient operator. This is a calibrated form of IcePop (arXiv:2510.18855).
-    Targets with weight 0 are reported as `clipped`.
+    This is a calibrated form of IcePop (arXiv:2510.18855). Targets with weight 0 are reported as
+    `clipped`.
     """
     ratio = probability_ratio(logprobs, rollout_logprobs).detach()
     is_inside = (ratio > 1 - eps_clip_low) & (ratio < 1 + eps_clip_high)
@@ -278,9 +270,6 @@ def distill(logprobs: Tensor, divergence: Tensor) -> TokenLoss:
 def cross_entropy(logprobs: Tensor) -> TokenLoss:
     """Compute the supervised loss -l: no advantages, no ratios, no clipping."""
     return TokenLoss(-logprobs, torch.zeros_like(logprobs, dtype=torch.bool))
-
-
-# exp(20) is about 5e8: far beyond any useful ratio, and far below float32's overflow at exp(88).
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
@@ -429,3 +418,27 @@ def kl_cov(
     ratio = probability_ratio(logprobs, old_logprobs)
     penalty = torch.where(selected, ppo_kl_coef * (logprobs - old_logprobs).abs(), 0.0)
     return TokenLoss(penalty - ratio * advantages, torch.zeros_like(selected))
+
+
+def clipped_value_loss(
+    values: Tensor, old_values: Tensor, targets: Tensor, *, clip: float | None
+) -> Tensor:
+    """Compute the critic's loss: the clipped squared error of values (as in OpenAI Baselines' ppo2).
+
+        V' = V_old + clip(V - V_old, -clip, clip)
+        loss = 0.5 * max((V - target)^2, (V' - target)^2)
+
+    Args:
+        values: [M] current values, with gradient.
+        old_values: [M] values at the start of the batch.
+        targets: [M] gae's A + V_old, before whitening.
+        clip: Maximum change of a value before the loss is clipped; None: no clipping.
+
+    Returns:
+        [M] loss per target, not reduced.
+    """
+    losses = (values - targets) ** 2
+    if clip is not None:
+        near = old_values + (values - old_values).clamp(-clip, clip)
+        losses = torch.maximum(losses, (near - targets) ** 2)
+    return 0.5 * losses

@@ -1,1 +1,1 @@
-"""Load batches of a dataset and pack them into forests of tokens."""
+"""Plan a run, and pack the rows of its batches into forests of tokens: chains or trees."""

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import rollout_io
 from pipelines.merging.segments import Steps, is_joined, steps_of
 from rollout_io.dataset.prefix_layout import trajectory_starts
-from rollout_io.dataset.versions import with_stored_digest
+from rollout_io.dataset.trajectory_facts import with_stored_digest
 from schemas.ragged import BoolArray, FloatArray, IntArray, Ragged, offsets_of, ranges
 from schemas.types import as_table
 

@@ -1,4 +1,4 @@
-"""A micro-batch: packed tokens whose attention pattern is a forest, and packing by size.
+"""A micro-batch: packed tokens whose attention pattern is a forest, and how rows are packed into it.
 
 A forest is a token array in depth-first order. `position_ids` is each token's depth in its tree,
 and `subtree_end` the end of the range of tokens below it: position q may attend to k iff
@@ -9,9 +9,9 @@ prefixes form branching trees.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,7 +21,11 @@ from schemas.errors import InputError
 from schemas.ragged import BoolArray, IntArray, Ragged, ranges
 from trainer.batches.overlap import to_device
 from trainer.batches.sampling_support import TargetSets, TeacherSets, target_sets
+from trainer.distributed.processes import over_processes
 from trainer.models.router_replay import Routes
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,17 +84,13 @@ class Forest:
         moved = list(split([len(a) for a in arrays]))
         if ends:
             chains = dataclasses.replace(chains, ends=moved.pop())
-        routes = None if self.routes is None else to_device(self.routes, device)
-        sets = None if self.sets is None else self.sets.to(device)
-        teacher = None if self.teacher is None else self.teacher.to(device)
-        pictures = None if self.pictures is None else self.pictures.to(device)
         return Forest(
             **dict(zip(ARRAYS, moved, strict=True)),
-            routes=routes,
-            sets=sets,
-            teacher=teacher,
+            routes=None if self.routes is None else to_device(self.routes, device),
+            sets=self.sets and self.sets.to(device),
+            teacher=self.teacher and self.teacher.to(device),
             chains=chains,
-            pictures=pictures,
+            pictures=self.pictures and self.pictures.to(device),
         )
 
 
@@ -272,15 +272,13 @@ def forest_of(arrays: Mapping[str, IntArray], routes: Routes | None, row: IntArr
     return Forest(**tensors)
 
 
-def with_sets(forests: Sequence[Forest], support: Ragged | None) -> list[Forest]:
+def with_sets(forests: Sequence[Forest], support: Ragged) -> list[Forest]:
     """Add the sets of ids over which the targets of micro-batches are normalised.
 
     Args:
         forests: Micro-batches.
         support: See `Batch.support`.
     """
-    if support is None:
-        return list(forests)
     return [dataclasses.replace(f, sets=target_sets(support, f.target_slot)) for f in forests]
 
 
@@ -384,3 +382,31 @@ def chain_forests(
         chain_forest(prompts, responses, is_target, rows[picked], routes)
         for picked in pack(lengths, budget)
     ]
+
+
+Watch = Callable[[Sequence[Forest]], Iterable[Forest]]
+"""Function that iterates over micro-batches, to observe which ones have been forwarded."""
+ONE = torch.zeros(1, dtype=torch.int64)
+NONE = torch.zeros(0, dtype=torch.int64)
+FILLER = Forest(
+    token_ids=ONE,
+    position_ids=ONE,
+    subtree_end=ONE + 1,
+    target_parent=NONE,
+    target_token=NONE,
+    target_slot=NONE,
+)
+"""A token without targets, for a process that has no micro-batch left while other processes have one.
+
+Its loss is 0 but depends on every parameter (with gradient 0), because wrappers that reduce
+gradients or gather parameters wait for every process.
+"""
+
+
+def padded_forests(accelerator: Accelerator, forests: Sequence[Forest]) -> list[Forest]:
+    """Return this process's micro-batches, padded with fillers.
+
+    Thus all processes forward the same number of micro-batches.
+    """
+    (most,) = over_processes(accelerator, [len(forests)], "max").tolist()
+    return [*forests, *[FILLER] * (int(most) - len(forests))]

@@ -151,10 +151,8 @@ def place_pictures(
     )
 
 
-def with_pictures(forests: Sequence[Forest], pictures: BatchPictures | None) -> list[Forest]:
+def with_pictures(forests: Sequence[Forest], pictures: BatchPictures) -> list[Forest]:
     """Put back the token ids of pictures in micro-batches, and add the pictures that each shows."""
-    if pictures is None:
-        return list(forests)
     stands = pictures.tokens.values == pictures.reader.placeholder
     # Features of a picture before each of its tokens, and of all pictures before each picture.
     before = offsets_of(stands)

@@ -1,4 +1,4 @@
-"""Plan a run from returns: masks, advantages, order of groups."""
+"""Plan a run from returns: which groups train and which trajectories are masked, advantages, order."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def dataset_returns(rollouts: pl.LazyFrame, config: Sections) -> pl.DataFrame:
     names, path = config.advantage.separate_rewards, config.data.dataset
     versions = [name for name in names if is_version(path, name)]
     metrics = {SEPARATE + n: metric_of(rollouts, n) for n in names if n not in versions}
-    features = {name: (row, last_known) for name, row in metrics.items()}
+    features = {name: (row, lambda v: v.drop_nulls().last()) for name, row in metrics.items()}
     returns = fold_trajectories(rollouts, config.data.outcome or "last", features)
     for name in versions:
         scores = trajectory_returns(with_version(rollouts, path, name)).select(
@@ -68,11 +68,6 @@ def dataset_returns(rollouts: pl.LazyFrame, config: Sections) -> pl.DataFrame:
         returns = returns.join(scores, on="trajectory_id", how="left", maintain_order="left")
         returns = returns.with_columns(error=pl.coalesce("error", "unscored")).drop("unscored")
     return returns.collect()
-
-
-def last_known(values: pl.Expr) -> pl.Expr:
-    """Fold the values of a trajectory's rows into the last one that is not null."""
-    return values.drop_nulls().last()
 
 
 def make_plan(returns: pl.DataFrame, config: TrainConfig) -> Plan:

@@ -43,11 +43,11 @@ class TargetSets:
         return replace(self, **{name: to_device(getattr(self, name), device) for name in names})
 
 
-def target_sets(support: Ragged | None, slots: Tensor) -> TargetSets | None:
+def target_sets(support: Ragged, slots: Tensor) -> TargetSets | None:
     """Look up the sets of targets; None if none of them has one.
 
     Args:
-        support: Sets of a batch's T response tokens, [T] rows; None: no token has one.
+        support: Sets of a batch's T response tokens, [T] rows.
         slots: [M] int64 targets, as indices into the response tokens.
 
     Example:
@@ -56,8 +56,6 @@ def target_sets(support: Ragged | None, slots: Tensor) -> TargetSets | None:
         >>> found.limited.tolist(), found.free.tolist(), found.ids.tolist()
         ([0], [1], [3, 5])
     """
-    if support is None:
-        return None
     starts = support.offsets[slots.numpy()]
     lengths = support.offsets[slots.numpy() + 1] - starts
     limited, free = np.flatnonzero(lengths > 0), np.flatnonzero(lengths == 0)
@@ -123,7 +121,7 @@ def sets_of(table: pl.DataFrame, lengths: IntArray, name: str = SUPPORT) -> Ragg
         lengths: Number of response tokens of each row; a row without sets has empty ones.
         name: The column.
     """
-    if name not in table.columns or table[name].is_null().all():
+    if table[name].is_null().all():
         return None
     has_sets = np.repeat(table[name].is_not_null().to_numpy(), lengths)
     sets = Ragged.from_arrow(table[name].drop_nulls().explode(empty_as_null=False).to_arrow())

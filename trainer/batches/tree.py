@@ -274,5 +274,4 @@ def _cheapest_cuts(lengths: list[int], shared: list[int], budget: int) -> list[i
 
 
 def _size(lengths: list[int], upto: list[int], first: int, last: int) -> int:
-    """Count the distinct tokens of a run of rows."""
     return lengths[first] + upto[last] - upto[first]

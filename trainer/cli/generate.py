@@ -51,7 +51,7 @@ def generate(*, config: str, out: str | None, overrides: tuple[str, ...], as_jso
 
     from pipelines.generation.config import load_generate_config
     from pipelines.generation.run import generate as run
-    from trainer.engine.open_engine import open_engine
+    from trainer.engine import open_engine
 
     sys.path.insert(0, str(Path.cwd()))
     settings = load_generate_config(config, overrides, out=out)

@@ -12,7 +12,7 @@ import click
 
 from rollout_io.cli.output import emit, emit_json, example, going_on, note, shown_log
 from schemas.errors import count
-from trainer.cli.options import (
+from trainer.cli import (
     algorithm_option,
     config_from_main,
     errors_printed_once,

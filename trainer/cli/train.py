@@ -23,7 +23,7 @@ from rollout_io.cli.output import (
 )
 from rollout_io.terminal import columns
 from schemas.errors import count
-from trainer.cli.options import (
+from trainer.cli import (
     algorithm_option,
     config_from_main,
     errors_printed_once,
@@ -115,10 +115,9 @@ def train(
     """
     from rollout_io.dataset.storage import find_shards
     from schemas.imports import requires_extra
-    from trainer.config.train_config import load_config, load_sections
+    from trainer.config.train_config import check_model_directory, load_config, load_sections
     from trainer.distributed.meeting import ARRIVAL, together
     from trainer.distributed.processes import is_main
-    from trainer.models.directory import check_model_directory
 
     sys.path.append(str(Path.cwd()))  # for user functions; last, so that it shadows no module
     if resume is None and not show_config:

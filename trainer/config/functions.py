@@ -19,6 +19,7 @@ from inspect import Parameter
 from typing import Any
 
 from rollout_io.configuration import type_in_words
+from rollout_io.plugins import resolve
 from schemas.errors import ConfigError, InputError, RolloutError
 
 
@@ -198,8 +199,6 @@ def find(kind: Kind, name: str) -> Function:
     if is_own and ":" not in name:
         expected = f"one of {', '.join(kind.built_in)}, or module:function"
         raise ConfigError("config_value", kind.path, name, expected, _near(name, kind.built_in))
-    from pipelines.generation.environments import resolve
-
     path = name if is_own else f"{kind.module}:{PYTHON_NAMES.get(name, name)}"
     call = resolve(path, kind.rule_id)
     try:
@@ -259,7 +258,7 @@ def bind(kind: Kind, section: Any) -> Function:
         RolloutError: See `find`.
 
     Example:
-        >>> from trainer.config.loss_config import LossConfig
+        >>> from trainer.config.sections import LossConfig
         >>> bind(
         ...     LOSS_REDUCTION, LossConfig(reduction="seq_mean_token_sum_norm", max_seq_len=8)
         ... ).values

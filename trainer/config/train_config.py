@@ -1,4 +1,7 @@
-"""Configuration of a training run: read from TOML, overridden by `key=value`, checked and shown."""
+"""Configuration of a training run: read from TOML, overridden by `key=value`, checked and shown.
+
+Does not import torch, and neither does the check of a model's directory.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import ast
 import dataclasses
 import inspect
 import json
+import re
 import textwrap
 import typing
 from collections.abc import Mapping, Sequence
@@ -16,13 +20,15 @@ from typing import Any, Literal, TypeVar
 
 from rollout_io.configuration import check_required, load_record, read_values
 from rollout_io.dataset.filesystems import replace_text
+from rollout_io.dataset.opening import read_input
+from schemas.errors import InputError, RolloutError
 from trainer.checks import check_settings
 from trainer.config.functions import ADVANTAGE_ESTIMATOR, KINDS, Function, bind, own_parameters
-from trainer.config.loss_config import LossConfig
 from trainer.config.sections import (
     AdvantageConfig,
     BatchConfig,
     DataConfig,
+    LossConfig,
     ModelConfig,
     OptimizerConfig,
     RunConfig,
@@ -127,6 +133,7 @@ AnySections = TypeVar("AnySections", bound=Sections)
 
 PATHS = frozenset({"data.dataset", "model.path", "model.critic_model", "loss.reference_model"})
 """Keys whose values may differ between machines, or change when a run resumes: digests are compared."""
+MOST_CONFIG_BYTES = 64 << 20
 
 
 def load_config(
@@ -197,6 +204,36 @@ def default_dtype() -> Literal["float32", "bfloat16"]:
     import torch
 
     return "bfloat16" if torch.cuda.is_available() else "float32"
+
+
+def check_model_directory(path: str) -> None:
+    """Check that a directory has a `config.json` with a JSON object.
+
+    Raises:
+        InputError: `model_directory`: the directory or its `config.json` does not exist, or it is
+            no JSON object, or nested too deeply.
+    """
+    file = Path(path) / "config.json"
+    if file.is_file():
+        try:
+            is_object = isinstance(json.loads(read_input(file, MOST_CONFIG_BYTES)), dict)
+            finding = "config.json is not a JSON object"
+        except ValueError as error:
+            if isinstance(error, RolloutError):
+                raise
+            is_object, finding = False, f"config.json is not JSON: {error}"
+        except RecursionError:
+            is_object, finding = False, "config.json is nested too deeply"
+        if is_object:
+            return
+        raise InputError("model_directory", path, finding, hint="download config.json again")
+    hint: str | None = None
+    finding = "config.json is missing from this model directory"
+    if not Path(path).is_dir():
+        finding = "the model directory does not exist"
+        name = path if re.fullmatch(r"\w[\w.-]*/[\w.-]+", path) else "ORG/NAME"
+        hint = f"download the model: `hf download {name} --local-dir DIR`, then pass DIR"
+    raise InputError("model_directory", path, finding, hint=hint)
 
 
 def save_config(config: TrainConfig, path: Path) -> None:

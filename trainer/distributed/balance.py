@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import heapq
 import io
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import polars as pl
-import torch
 from accelerate import Accelerator
 
 from schemas.ragged import FloatArray, IntArray
 from trainer.batch import to_batch
 from trainer.batches.chains import place_steps
-from trainer.batches.forest import Forest, MiniBatch, chain_lengths
+from trainer.batches.forest import MiniBatch, chain_lengths
 from trainer.batches.plan import Plan
 from trainer.config.train_config import TrainConfig
 from trainer.distributed.processes import exchanged, gather_bytes, gather_in_main, over_processes
@@ -44,9 +43,6 @@ def share_rows(
         config: Configuration of the run.
     """
     num_ranks = accelerator.num_processes
-    if num_ranks == 1:
-        assert rows is not None
-        return rows
     planned = plan.trajectories.filter(pl.col("instance_id").is_in(list(groups)))
     planned = planned.sort("trajectory_id").select(_PLANNED).with_row_index("planned")
     outlines = gather_bytes(accelerator, _packed(outline(rows, planned, config)))
@@ -134,8 +130,6 @@ def _unpacked(data: bytes) -> pl.DataFrame | None:
 def gather_places(accelerator: Accelerator, rows: pl.DataFrame | None) -> pl.DataFrame | None:
     """Gather `place_steps` of the rows that each process read; None except in the main process."""
     table = None if rows is None else place_steps(rows)
-    if accelerator.num_processes == 1:
-        return table
     num_rows = pl.lit(0 if rows is None else len(rows)).alias("num_rows")
     sent = None if table is None else table.with_columns(num_rows)
     first, tables = 0, list[pl.DataFrame]()
@@ -163,25 +157,8 @@ def with_repeated_share(
     return shares
 
 
-Watch = Callable[[Sequence[Forest]], Iterable[Forest]]
-"""Function that iterates over micro-batches, to observe which ones have been forwarded."""
 DEPTH_OF_DOUBLE_COST = 16_384
 """Depth at which a token's attention costs as much as its other operations: about 6 x hidden_size."""
-ONE = torch.zeros(1, dtype=torch.int64)
-NONE = torch.zeros(0, dtype=torch.int64)
-FILLER = Forest(
-    token_ids=ONE,
-    position_ids=ONE,
-    subtree_end=ONE + 1,
-    target_parent=NONE,
-    target_token=NONE,
-    target_slot=NONE,
-)
-"""A token without targets, for a process that has no micro-batch left while other processes have one.
-
-Its loss is 0 but depends on every parameter (with gradient 0), because wrappers that reduce
-gradients or gather parameters wait for every process.
-"""
 
 
 def cost(lengths: IntArray) -> FloatArray:
@@ -217,12 +194,3 @@ def balance(costs: FloatArray, units: IntArray, num_ranks: int) -> IntArray:
             rank_of[number] = rank
             heapq.heapreplace(loads, (load + float(sums[number]), rank))
     return rank_of[unit]
-
-
-def padded_forests(accelerator: Accelerator, forests: Sequence[Forest]) -> list[Forest]:
-    """Return this process's micro-batches, padded with fillers.
-
-    Thus all processes forward the same number of micro-batches.
-    """
-    (most,) = over_processes(accelerator, [len(forests)], "max").tolist()
-    return [*forests, *[FILLER] * (int(most) - len(forests))]

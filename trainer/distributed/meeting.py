@@ -1,21 +1,24 @@
-"""The processes of a run meet before they read anything, and compare what each of them has.
+"""Processes of a run meet before they read anything, compare what they have, and send what is missing.
 
 They meet in the store of their launcher (`torchrun`, `accelerate launch`, `--num-processes`), before
 there is a process group: whatever fails in one of them, or differs, is one error in all of them. With
-a single process, nothing is exchanged.
+a single process, nothing is exchanged. Later, `on_this_machine` sends files to machines that do not
+have them, and `once_here` shares the tables that one process of a machine makes.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
+import secrets
+import shutil
 import socket
 import struct
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -23,9 +26,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from schemas.errors import ConfigError, InputError, RolloutError, decode, encode
 from trainer.distributed.liveness import watch
-from trainer.distributed.processes import STARTER, STORE, as_rollout_error, is_main
+from trainer.distributed.processes import (
+    STARTER,
+    STORE,
+    agreed,
+    as_rollout_error,
+    gather_bytes,
+    is_first_here,
+    is_main,
+    raise_in_all,
+)
 
 if TYPE_CHECKING:
+    import polars as pl
+    from accelerate import Accelerator
     from torch._C._distributed_c10d import Store
 
 T = TypeVar("T")
@@ -34,9 +48,9 @@ ARRIVAL = timedelta(seconds=40)
 PATIENCE = timedelta(hours=2)
 """Maximum time that processes wait for each other afterwards, such as for a large checkpoint."""
 _SIZES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-_PACKAGES = ("schemas", "rollout_io", "pipelines", "trainer")
 _SIOCGIFADDR = 0x8915
 _READ_S = 5
+_CHUNK_BYTES = 64 << 20
 
 
 def together(
@@ -78,15 +92,6 @@ def from_main(work: Callable[[], str]) -> str:
 def machines() -> list[str]:
     """Return the machine of each process, by rank, after the processes have met."""
     return _meeting().machines if _num_launched() > 1 else [_machine()]
-
-
-def source_digest() -> str:
-    """Hash the source code of the product, which may have been edited on one machine."""
-    root, digest = Path(__file__).parents[2], hashlib.sha256()
-    for package in _PACKAGES:
-        for file in sorted((root / package).rglob("*.py")):
-            digest.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes() + b"\0")
-    return digest.hexdigest()[:16]
 
 
 def join_group() -> None:
@@ -327,3 +332,109 @@ def _interface(address: str) -> str | None:
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return None
+
+
+@contextmanager
+def on_this_machine(accelerator: Accelerator, path: Path | None) -> Iterator[Path | None]:
+    """Yield a directory of the main process, or a temporary copy where it does not exist.
+
+    All processes call this together. Where the path exists, it must be the same directory.
+
+    Args:
+        accelerator: Connects the processes of the run.
+        path: The directory, which other processes need not know; None in the main process: yield
+            None.
+
+    Raises:
+        InputError: `file`: a machine cannot store the copy.
+    """
+    if accelerator.num_processes == 1:
+        yield path
+        return
+    name, nonce = json.loads(
+        from_main(lambda: json.dumps([str(path) if path else "", secrets.token_hex(8)]))
+    )
+    if not name:
+        yield None
+        return
+    here = path or Path(name)
+    is_missing = not here.exists()
+    if b"1" not in gather_bytes(accelerator, b"1" if is_missing else b"0"):
+        yield here
+        return
+    copies = _folder(nonce, accelerator.process_index)
+    is_writer = is_missing and is_first_here()
+    try:
+        _send(accelerator, here, copies / here.name if is_writer else None)
+        yield copies / here.name if is_missing else here
+        agreed(accelerator, lambda: None)  # the other processes of this machine read the copy
+    finally:
+        if is_writer:
+            shutil.rmtree(copies, ignore_errors=True)
+
+
+def once_here(make: Callable[[], Sequence[pl.DataFrame]], rank: int) -> list[pl.DataFrame]:
+    """Return tables that the first process of each machine makes, and the others there copy.
+
+    All processes call this together, after they have met.
+
+    Raises:
+        RolloutError: `make` raised it in any process, or a machine cannot store the tables.
+    """
+    if len(machines()) == len(set(machines())):
+        return list(make())
+    import polars as pl
+
+    tables = list[pl.DataFrame]()
+    folder = _folder(from_main(lambda: secrets.token_hex(8)), rank)
+
+    def write() -> None:
+        if is_first_here():
+            tables.extend(make())
+            folder.mkdir(mode=0o700)
+            for number, table in enumerate(tables):
+                table.write_ipc(folder / f"{number:02}.arrow", compression="uncompressed")
+
+    try:
+        together(write)
+        paths = sorted(folder.glob("*.arrow"))
+        return together(lambda: tables or [pl.read_ipc(path) for path in paths])
+    finally:
+        if is_first_here():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _folder(nonce: str, rank: int) -> Path:
+    """Return a temporary directory of a process's machine; machines may share where those are."""
+    number = machines().index(machines()[rank])
+    return Path(tempfile.gettempdir()) / f"rollouts-{nonce}-{number}"
+
+
+def _send(accelerator: Accelerator, source: Path, copy: Path | None) -> None:
+    """Send the files below `source` in the main process to each process with a `copy` to write."""
+    import torch
+    from torch import distributed
+
+    def sizes() -> str:
+        files = [file for file in sorted(source.rglob("*")) if file.is_file()]
+        return json.dumps({str(f.relative_to(source)): f.stat().st_size for f in files})
+
+    failures = list[OSError]()
+    for name, size in json.loads(from_main(sizes)).items():
+        reading = (source / name).open("rb") if accelerator.is_main_process else None
+        for start in range(0, max(size, 1), _CHUNK_BYTES):
+            chunk = torch.empty(min(_CHUNK_BYTES, size - start), dtype=torch.uint8)
+            if reading:
+                reading.readinto(chunk.numpy())
+            if len(chunk):
+                distributed.broadcast(chunk, 0)
+            if copy and not failures:
+                try:
+                    (copy / name).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                    with (copy / name).open("ab") as writing:
+                        writing.write(chunk.numpy())
+                except OSError as error:  # the other processes are still receiving
+                    failures.append(error)
+        if reading:
+            reading.close()
+    raise_in_all(accelerator, *failures)

@@ -135,13 +135,14 @@ def as_rollout_error(error: RolloutError | OSError) -> RolloutError:
     return InputError("file", str(error.filename), (error.strerror or str(error)).lower())
 
 
-def on_main(accelerator: Accelerator, work: Callable[[], object]) -> None:
-    """Run work in the main process while the others wait.
+def raise_in_all(accelerator: Accelerator, *failures: RolloutError | OSError) -> None:
+    """Raise the first of this process's failures, if any, in every process; see `agreed`."""
 
-    Raises:
-        RolloutError: `work` raises the error, which is then raised in every process.
-    """
-    agreed(accelerator, lambda: work() if accelerator.is_main_process else None)
+    def first() -> None:
+        for failure in failures:
+            raise failure
+
+    agreed(accelerator, first)
 
 
 def local_groups(accelerator: Accelerator, groups: Sequence[str]) -> Sequence[str]:

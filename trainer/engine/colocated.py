@@ -29,18 +29,14 @@ from pipelines.generation.engines.base import (
     Sampling,
     to_its_end,
 )
-from pipelines.generation.engines.completions import (
-    engine_answers,
-    sampling_fields,
-    support_fields,
-)
+from pipelines.generation.engines.completions import engine_answers, sampling_fields, support_fields
 from rollout_io.formats.parsing.bodies import complete_support
 from rollout_io.formats.parsing.tokens import logprob_array
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.errors import ConfigError, EngineError, RolloutError
 from schemas.metadata import LogprobsMode
-from trainer.engine.in_process import InProcessEngine
-from trainer.run.state import generators, restore_generators
+from trainer.engine.embedded import InProcessEngine
+from trainer.run.resume import generators, restore_generators
 
 Together = Callable[[str, Mapping[str, Any], Callable[[], Any]], Any]
 """Has the other processes call a method of their `VllmPart`, and does the work of this process."""

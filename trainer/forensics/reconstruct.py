@@ -19,10 +19,9 @@ from trainer.rl.learning import Learning
 from trainer.run.checkpoint import checkpoints
 from trainer.run.messages import UNWATCHED, Passes
 from trainer.run.open_run import open_run
-from trainer.run.resume import saved_config
-from trainer.run.run import Run
+from trainer.run.resume import load_progress, saved_config
+from trainer.run.run import Progress, Run
 from trainer.run.run_log import CHANGING, STARTS, set_threads, start_of
-from trainer.run.state import Progress, load_progress
 from trainer.update import Step, make_update, set_rates, steps
 
 PLACES = ("data.dataset", "model.path", "loss.reference_model", "model.critic_model")
@@ -82,7 +81,7 @@ class RecordedRun:
             state = path / "state"
             if step >= update or not state.is_dir():
                 continue
-            if not between_batches or not load_progress(state).position.mini_batch:
+            if not between_batches or not load_progress(state).position.mini_batches_done:
                 return path
         return None
 

@@ -39,9 +39,9 @@ from trainer.forensics.replay_comparison import (
 )
 from trainer.run.checkpoint import checkpoint_path, write_model
 from trainer.run.messages import Passes, ticking
+from trainer.run.resume import load_progress
 from trainer.run.run import Run
 from trainer.run.run_log import CHANGING, MACHINE, start_of, starts_of, this_machine
-from trainer.run.state import load_progress
 from trainer.update import Step, make_update
 
 

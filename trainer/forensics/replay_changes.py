@@ -16,10 +16,9 @@ from schemas.errors import ConfigError, InputError, count
 from schemas.ragged import BoolArray
 from trainer.batch import Batch, cut_batch, groups_with_gradient
 from trainer.batches.chains import Origins
-from trainer.config.loss_config import LossConfig
-from trainer.config.sections import AdvantageConfig, OptimizerConfig
+from trainer.config.sections import AdvantageConfig, LossConfig, OptimizerConfig
 from trainer.config.train_config import TrainConfig
-from trainer.distributed.sharding import wrap_frozen
+from trainer.distributed.accelerator import wrap_frozen
 from trainer.forensics.reconstruct import PLACES
 from trainer.models.lora import WithoutAdapter
 from trainer.run.metrics import batch_metrics

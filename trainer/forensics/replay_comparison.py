@@ -26,9 +26,9 @@ from schemas.run_metrics import LOOP_METRICS
 from trainer.models.critic import VALUE_HEAD
 from trainer.models.lora import WEIGHTS, adapter_weights
 from trainer.run.checkpoint import write_model
-from trainer.run.run import Run
+from trainer.run.resume import load_progress, optimizer_tensors
+from trainer.run.run import Progress, Run
 from trainer.run.run_log import line_of
-from trainer.run.state import Progress, load_progress, optimizer_tensors
 
 TIMES = frozenset({"seconds", "tokens_per_s", "wait_seconds", "sync_seconds"})
 SAMPLED = frozenset({"num_dropped_groups", *LOOP_METRICS} - {"iteration"}) - TIMES

@@ -204,7 +204,7 @@ def derivatives(
     logprobs, entropies = (t.detach().requires_grad_() for t in (logprobs, entropies))
     with torch.enable_grad():
         targets = targets_of(batch, slot, (logprobs, entropies))
-        loss, _ = objective(targets, learner.config.loss, corrects=learner.corrects)
+        loss, _ = objective(targets, learner.config.loss, corrects=learner.corrects_for_sampler)
         c, e = torch.autograd.grad(loss, (logprobs, entropies), materialize_grads=True)
     policy: Policy = learner.accelerator.unwrap_model(learner.policy)
     return c, e if policy.entropy_gradient else torch.zeros_like(e)

@@ -97,7 +97,7 @@ def forest_mask(config: Any, forest: Forest) -> Iterator[Tensor | None]:
         masks during the forward pass; otherwise [1, 1, N, N] bool: see
         `trainer.batches.forest.attention_mask`.
     """
-    reach = reach_of(config, forest)
+    reach = reach_of(config, forest, forest.pictures) if forest.pictures else None
     if config._attn_implementation != CHAIN_ATTENTION:
         yield attention_mask(forest.subtree_end, reach)
         return

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from schemas.errors import InputError
 from trainer.batches.forest import Forest
-from trainer.distributed.sharding import under
-from trainer.models.layers import layer_classes
+from trainer.distributed.accelerator import under
+from trainer.models.layers import layer_classes, recompute_layers
 from trainer.models.policy import hidden_before_targets, load_policy
 
 VALUE_HEAD = "value_head.safetensors"
@@ -74,7 +74,7 @@ def load_critic(path: str, *, gradient_checkpointing: bool = False, trees: bool 
     """
     loaded = load_policy(path, logprob_chunk_tokens=1, trees=trees)
     if gradient_checkpointing:
-        loaded.checkpoint_layers()
+        recompute_layers(loaded.model)
     critic = Critic(loaded.model)
     head = Path(path) / VALUE_HEAD
     if head.is_file():
@@ -86,27 +86,3 @@ def load_critic(path: str, *, gradient_checkpointing: bool = False, trees: bool 
             finding = f"cannot be loaded as the value head of this model: {finding}"
             raise InputError("model_load", str(head), finding, hint=hint) from error
     return critic
-
-
-def clipped_value_loss(
-    values: Tensor, old_values: Tensor, targets: Tensor, *, clip: float | None
-) -> Tensor:
-    """Compute the clipped squared error of values (PPO, as in OpenAI Baselines' ppo2).
-
-        V' = V_old + clip(V - V_old, -clip, clip)
-        loss = 0.5 * max((V - target)^2, (V' - target)^2)
-
-    Args:
-        values: [M] current values, with gradient.
-        old_values: [M] values at the start of the batch.
-        targets: [M] gae's A + V_old, before whitening.
-        clip: Maximum change of a value before the loss is clipped; None: no clipping.
-
-    Returns:
-        [M] loss per target, not reduced.
-    """
-    losses = (values - targets) ** 2
-    if clip is not None:
-        near = old_values + (values - old_values).clamp(-clip, clip)
-        losses = torch.maximum(losses, (near - targets) ** 2)
-    return 0.5 * losses

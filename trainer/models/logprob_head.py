@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainer.models.compiling import SYMBOLIC_SIZES, compiled
+from trainer.models.tree_attention import SYMBOLIC_SIZES
 
 BLOCK_ELEMENTS = 2**22
 """Number of logits processed at once on a CPU, in float32. A GPU processes a chunk at once, because
@@ -284,7 +284,7 @@ def is_gpu(logits: Tensor) -> bool:
 
 @lru_cache
 def _compiled(function: Any) -> Any:
-    return compiled(function)
+    return torch.compile(function, dynamic=True, fullgraph=True)
 
 
 def _blocks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:

@@ -19,8 +19,8 @@ from schemas.errors import ConfigError, InputError, count
 from schemas.imports import requires_extra
 from trainer.batches.forest import Forest
 from trainer.config.sections import ModelConfig
-from trainer.distributed.sharding import gathered
-from trainer.models.policy import Policy, has_shapes_only
+from trainer.distributed.accelerator import gathered
+from trainer.models.policy import Policy, has_shapes_only, save_weights
 from trainer.models.self_check import check_policy
 
 NAME = "default"
@@ -119,7 +119,6 @@ def _no_targets(config: ModelConfig, finding: str, names: Sequence[str]) -> Conf
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the name and module of each layer with an adapter."""
     from peft.tuners.lora import LoraLayer
 
     return ((name, m) for name, m in model.named_modules() if isinstance(m, LoraLayer))
@@ -160,25 +159,9 @@ def save_model(model: PreTrainedModel, path: Path, state: Mapping[str, Tensor]) 
 
     The model in memory is left unchanged: adding adapters to its weights and subtracting them again
     would cause rounding errors. `state` contains all weights by name, including adapters.
-    `generation_config.json` is left to be copied from the original.
     """
-    adapter = adapter_weights(state)
-    if not adapter:
-        _save_whole(model, path, dict(state))
-        return
-    settings: Any = model.peft_config[NAME]
-    scaling = settings.lora_alpha / settings.r
-    _save_whole(model, path, dict(merged_weights(state, scaling)))
+    save_weights(model, path, dict(merged_weights(state, _scaling(model))))
     save_adapter(model, path / "adapter", state)
-
-
-def _save_whole(model: PreTrainedModel, path: Path, weights: dict[str, Tensor]) -> None:
-    # Transformers below 5.23 refuses to write generation settings that published models have.
-    vars(model)["can_generate"] = lambda: False
-    try:
-        model.save_pretrained(path, state_dict=weights)
-    finally:
-        del vars(model)["can_generate"]
 
 
 def save_adapter(model: PreTrainedModel, path: Path, state: Mapping[str, Tensor]) -> None:
@@ -226,11 +209,14 @@ def checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     Sharded weights are gathered, and renamed or split, one layer at a time: all processes must
     iterate together.
     """
-    settings = getattr(model, "peft_config", {}).get(NAME)
-    scaling = settings.lora_alpha / settings.r if settings else 1.0
-    merged = merged_weights(model.state_dict(), scaling)
+    merged = merged_weights(model.state_dict(), _scaling(model))
     for _, layer in groupby(merged, key=lambda named: _LAYER.split(named[0], 1)[:2]):
         yield from revert_weight_conversion(model, dict(layer)).items()
+
+
+def _scaling(model: PreTrainedModel) -> float:
+    settings = getattr(model, "peft_config", {}).get(NAME)
+    return settings.lora_alpha / settings.r if settings else 1.0
 
 
 class WithoutAdapter(nn.Module):

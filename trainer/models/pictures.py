@@ -50,15 +50,12 @@ def without_encoder(model: Any) -> Iterator[list[nn.Module]]:
             setattr(base, name, part)
 
 
-def picture_inputs(model: Any, forest: Forest) -> dict[str, Any]:
+def picture_inputs(model: Any, forest: Forest, pictures: Pictures) -> dict[str, Any]:
     """Return the arguments of a forward pass over a forest that depend on its pictures.
 
     These are the features of the pictures at their tokens, and positions for rotary embeddings that
     count rows and columns of pictures, if the model has those (M-RoPE).
     """
-    pictures = forest.pictures
-    if pictures is None:
-        return {}
     loaded = pictures.load()
     inputs: dict[str, Any] = {"mm_encoder_outputs": {"image": encode(model, loaded, pictures)}}
     if hasattr(model.base_model, "get_rope_index"):
@@ -189,14 +186,13 @@ def grid_positions(forest: Forest, pictures: Pictures, grids: Tensor) -> Tensor:
     return torch.cat([forest.position_ids[None], positions])
 
 
-def reach_of(config: Any, forest: Forest) -> Tensor | None:
+def reach_of(config: Any, forest: Forest, pictures: Pictures) -> Tensor | None:
     """Return the end of the tokens that each token sees ([N] int64).
 
     None if each token sees only tokens up to itself: the tokens of a picture see all of its tokens
     only in some models. A picture in several parts, such as crops, has one range for each part.
     """
-    pictures = forest.pictures
-    if pictures is None or config.model_type not in MUTUAL:
+    if config.model_type not in MUTUAL:
         return None
     node, feature = pictures.node, pictures.feature
     is_first = torch.ones_like(node, dtype=torch.bool)

@@ -26,21 +26,18 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import logging
 
+from rollout_io.dataset.opening import read_input
 from schemas.errors import ConfigError, InputError
 from trainer.batches.forest import Forest, RowLimit
 from trainer.batches.sampling_support import TeacherSets
-from trainer.models.attention import (
-    fix_frequencies,
-    forest_mask,
-    use_chain_attention,
-)
-from trainer.models.compiling import SYMBOLIC_SIZES
-from trainer.models.directory import check_model_directory, code_of
-from trainer.models.layers import layer_classes, recompute_layers
+from trainer.config.train_config import MOST_CONFIG_BYTES, check_model_directory
+from trainer.models.attention import fix_frequencies, forest_mask, use_chain_attention
+from trainer.models.layers import layer_classes
 from trainer.models.logprob_head import set_logprobs, target_logprobs, teacher_divergence
 from trainer.models.pictures import picture_inputs
 from trainer.models.router_replay import make_replayable, replayed
 from trainer.models.self_check import check_policy, probe
+from trainer.models.tree_attention import SYMBOLIC_SIZES
 
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
@@ -164,15 +161,15 @@ class Policy(nn.Module):
         )
         return outputs
 
-    def checkpoint_layers(self) -> None:
-        """Recompute the layers' activations in the backward pass.
 
-        Transformers does this only in training mode, which would also enable dropout.
-
-        Raises:
-            ConfigError: The model has no layers that support recomputation.
-        """
-        recompute_layers(self.model)
+def save_weights(model: PreTrainedModel, path: Path, weights: dict[str, Tensor]) -> None:
+    """Write a model directory; `generation_config.json` is left to be copied from the original."""
+    # Transformers below 5.23 refuses to write generation settings that published models have.
+    vars(model)["can_generate"] = lambda: False
+    try:
+        model.save_pretrained(path, state_dict=weights)
+    finally:
+        del vars(model)["can_generate"]
 
 
 def use_float32_head(model: Any) -> None:
@@ -198,7 +195,9 @@ def use_float32_head(model: Any) -> None:
 
 def hidden_before_targets(model: Any, forest: Forest) -> Tensor:
     """Compute the last hidden state of each target's parent ([M, hidden_size])."""
-    inputs = {"position_ids": forest.position_ids[None]} | picture_inputs(model, forest)
+    inputs: dict[str, Any] = {"position_ids": forest.position_ids[None]}
+    if forest.pictures:
+        inputs |= picture_inputs(model, forest, forest.pictures)
     with forest_mask(model.config, forest) as mask, SYMBOLIC_SIZES():
         output = model.base_model(
             input_ids=forest.token_ids[None], attention_mask=mask, use_cache=False, **inputs
@@ -249,7 +248,7 @@ def load_policy(
             kind = AutoConfig.from_pretrained(path, **_LOCAL).model_type
             finding = f"Transformers cannot run {kind} with scaled_dot_product_attention"
             raise InputError("model_layers", path, finding, hint=PLAIN_ATTENTION) from error
-        if code := code_of(path):
+        if code := _code_of(path):
             finding = f"Transformers has no model of this type, and the directory's code is not run: {code}"
             hint = "use a model that Transformers supports without trust_remote_code"
             raise InputError("model_load", path, finding, hint=hint) from None
@@ -266,6 +265,14 @@ def load_policy(
         check_policy(policy, path, trees=trees)
         freeze_unused(policy)
     return policy
+
+
+def _code_of(path: str) -> str:
+    """Return the classes of Python code that the directory of a model asks for (`auto_map`)."""
+    config: Any = json.loads(read_input(Path(path) / "config.json", MOST_CONFIG_BYTES))
+    named = config.get("auto_map")
+    values = named.values() if isinstance(named, dict) else [named] if named else []
+    return ", ".join(sorted({str(value) for value in values}))
 
 
 def auto_class(config: Any) -> Any:

@@ -12,6 +12,7 @@ window) and gradient mode.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -22,9 +23,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from trainer.models import compiling
-from trainer.models.compiling import SYMBOLIC_SIZES
-
+SYMBOLIC_SIZES: Any = partial(
+    importlib.import_module("torch.fx.experimental._config").patch, use_duck_shape=False
+)
+"""Context for calls of compiled functions: sizes that are equal at first are not taken for one size.
+Otherwise, other sizes would need another graph."""
 QUERIES = 1024
 """Maximum number of queries processed at once, which bounds the size of masks."""
 
@@ -239,7 +242,7 @@ def compiled() -> Any:
     With `fullgraph`, PyTorch raises an error instead of falling back to the uncompiled function when
     it has compiled too many graphs.
     """
-    return compiling.compiled(flex_attention)
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 
 def padded_size(num_tokens: int) -> int:

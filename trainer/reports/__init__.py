@@ -1,1 +1,1 @@
-"""Reports about a run: dry run, memory estimate, plots."""
+"""Reports about a run or a dataset: dry run, plots."""

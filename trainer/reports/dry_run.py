@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,6 @@ from trainer.batches.forest import chain_lengths
 from trainer.batches.overlap import one_ahead
 from trainer.config.functions import Function
 from trainer.config.train_config import TrainConfig, resolved, uses
-from trainer.models.directory import has_weights
 from trainer.run.memory import Memory, available_bytes, estimate_memory
 from trainer.run.messages import say
 from trainer.run.open_run import open_run
@@ -112,7 +112,7 @@ def dry_run(config: TrainConfig, *, resume: bool = False) -> DryRun:
         RolloutError: All errors that `train` raises before its first update.
     """
     began = time.perf_counter()
-    needs_weights = resume or has_weights(config.model.path)
+    needs_weights = resume or _has_weights(config.model.path)
     run = open_run(config, resume=resume, needs_weights=needs_weights)
     if not needs_weights:
         say(f"note: {config.model.path} has no weights: memory follows from its config.json")
@@ -147,7 +147,7 @@ def dry_run(config: TrainConfig, *, resume: bool = False) -> DryRun:
         trained_layout=trained,
         layouts=layouts,
         max_row_tokens=min(
-            run.limit.num_tokens, run.config.batch.max_row_tokens or run.limit.num_tokens
+            run.row_limit.num_tokens, run.config.batch.max_row_tokens or run.row_limit.num_tokens
         ),
         memory=memory,
         available_bytes=available_bytes(run.accelerator.device),
@@ -169,7 +169,7 @@ def _count(run: Run, settings: dict[str, Any]) -> tuple[Layout, int]:
         batch = to_batch(table, config.max_row_tokens, imitates=imitates, pictures=run.pictures)
         num_trained += int(batch.trains.sum())
         lengths.append(chain_lengths(batch.prompts, batch.responses, batch.trains))
-        run.limit.check(lengths[-1], batch.names)
+        run.row_limit.check(lengths[-1], batch.names)
         mini_batches = cut_batch(batch, config)
         parts += [([f.num_tokens for f in p.forests], p.num_distinct_tokens) for p in mini_batches]
     whole, sizes = np.concatenate(lengths), [size for part, _ in parts for size in part]
@@ -183,3 +183,9 @@ def _count(run: Run, settings: dict[str, Any]) -> tuple[Layout, int]:
         largest_micro_batch_tokens=max(sizes, default=0),
     )
     return layout, num_trained
+
+
+def _has_weights(path: str) -> bool:
+    """True unless a model directory has a configuration, but no file of weights."""
+    names = [file.name for file in Path(path).iterdir()] if Path(path).is_dir() else []
+    return "config.json" not in names or any(n.endswith((".safetensors", ".bin")) for n in names)

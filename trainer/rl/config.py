@@ -32,15 +32,8 @@ from rollout_io.dataset.storage import RUN_ROLLOUTS
 from schemas.errors import ConfigError, RolloutError
 from trainer.checks import check_settings
 from trainer.config.functions import own_parameters
-from trainer.config.train_config import (
-    LIST_EXAMPLES,
-    MOVED,
-    Sections,
-    TrainConfig,
-    default_dtype,
-)
+from trainer.config.train_config import LIST_EXAMPLES, MOVED, Sections, TrainConfig, default_dtype
 
-TaskOrder = Literal["shuffled", "listed"]
 Table = TypeVar("Table")
 MOST_ITERATIONS = 100_000
 ROLLOUTS, DROPPED, UNFINISHED = RUN_ROLLOUTS, "dropped", "unfinished"
@@ -62,7 +55,7 @@ class LoopConfig:
 
     tasks: str = ""
     """Required. Tasks to sample: JSON Lines or Parquet, as for `rollouts generate`."""
-    task_order: TaskOrder = "shuffled"
+    task_order: Literal["shuffled", "listed"] = "shuffled"
     """Order of the tasks: `shuffled` differently in each pass, or as `listed` in the file, for a
     curriculum."""
     num_iterations: Annotated[int, Meta(ge=1, le=MOST_ITERATIONS)] | None = None
@@ -206,7 +199,7 @@ class RlConfig(Sections):
             evaluations[name] = one
         return evaluations
 
-    def evaluates(self, version: int) -> bool:
+    def is_evaluation_due(self, version: int) -> bool:
         """True if the weights of a version are evaluated."""
         planned = self.evaluations(version).values()
         is_last = version == self.num_iterations
@@ -290,11 +283,8 @@ def load_rl_config(
     settings = with_options(file, options)
     plain, nested = _by_table(overrides, TABLES)
     tables = {name: settings.pop(name) for name in TABLES if name in settings}
-    generate = [f"generate.{key}" for key in GenerateConfig.__dataclass_fields__]
-    more = [
-        *own_parameters(file, overrides),
-        *(k for k in generate if k not in _not_in("generate")),
-    ]
+    generate = [k for k in GenerateConfig.__dataclass_fields__ if k not in OWN_KEYS["generate"]]
+    more = [*own_parameters(file, overrides), *(f"generate.{key}" for key in generate)]
     keys = Keys(RlConfig, LIST_EXAMPLES, MOVED | _MOVED, more)
     values: dict[str, Any] = {}
     with all_unknown_keys() as unknown:
@@ -347,10 +337,6 @@ _MOVED = {
 }
 """Keys that had another place before there were sections, that other tools call by another name, or
 that belong in `[generate]`."""
-
-
-def _not_in(table: str) -> set[str]:
-    return {f"{table}.{key}" for key in OWN_KEYS[table]}
 
 
 def _evaluate_values(

@@ -100,7 +100,6 @@ async def _sample(
     subject: str,
     bar: Bar | None,
 ) -> None:
-    """Sample the trajectories that are missing from an evaluation set's dataset."""
     missing = missing_tasks(evaluated.tasks, sampling)
     if missing:
         store = Blobs.of(sampling.out)

@@ -23,7 +23,7 @@ from schemas.errors import RolloutError, decode, encode
 from trainer.distributed.processes import handling, lost_processes
 from trainer.engine.colocated import VllmPart
 from trainer.rl.learning import Learning
-from trainer.run.state import restore_generators
+from trainer.run.resume import restore_generators
 
 UPDATE, SAVE, WEIGHTS, ENGINE, STOP = "update", "save", "weights", "engine", "stop"
 _LOGGER = getLogger(__name__)
@@ -115,22 +115,20 @@ class Orders:
     Orders are sent over gloo, also between processes with GPUs: a process that waits for an order
     uses no GPU, and fails at once if another process ends. All processes create this object
     together.
+
+    Attributes:
+        is_between: True if the last order succeeded in all processes, or failed in all of them.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._num_processes = accelerator.num_processes
-        self._is_between = True
+        self.is_between = True
         if self._num_processes > 1:
             # Two groups, because gloo has one time limit a group.
             self._patient, self._brief = (
                 distributed.new_group(backend="gloo", timeout=timeout)
                 for timeout in (FOREVER, BRIEFLY)
             )
-
-    @property
-    def is_between(self) -> bool:
-        """True if the last order succeeded in all processes, or failed in all of them."""
-        return self._is_between
 
     def give(self, order: Mapping[str, Any]) -> None:
         """Send an order, a JSON object, from the main process.
@@ -158,14 +156,14 @@ class Orders:
         all of them; if so, they can carry out other orders. After any other error, no order can be
         given.
         """
-        self._is_between = False
+        self.is_between = False
         try:
             with lost_processes():
                 yield
         except RolloutError as error:
-            self._is_between = error.rule != "process_lost" and self._all_failed()
+            self.is_between = error.rule != "process_lost" and self._all_failed()
             raise
-        self._is_between = True
+        self.is_between = True
 
     def _all_failed(self) -> bool:
         if self._num_processes == 1:
@@ -178,7 +176,7 @@ class Orders:
 
     def _exchange(self, group: Any, data: bytes) -> list[bytes]:
         """Gather each process's bytes, ordered by rank."""
-        was_between, self._is_between = self._is_between, False
+        was_between, self.is_between = self.is_between, False
         with lost_processes():
             # Sizes first, because all_gather needs tensors of one shape.
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self._num_processes)]
@@ -189,7 +187,7 @@ class Orders:
             gathered = [torch.zeros_like(padded) for _ in sizes]
             distributed.all_gather(gathered, padded, group=group)
         # After an error it stays false: the processes may be at different places, and no order would meet.
-        self._is_between = was_between
+        self.is_between = was_between
         return [
             part.numpy()[: int(size)].tobytes() for part, size in zip(gathered, sizes, strict=True)
         ]

@@ -19,10 +19,9 @@ from rollout_io.terminal import duration
 from schemas.errors import ConfigError, InputError
 from trainer.batches.forest import RowLimit
 from trainer.config.train_config import TrainConfig
-from trainer.distributed.launch import make_accelerator
+from trainer.distributed.accelerator import is_sharded, make_accelerator, whole_weights
+from trainer.distributed.meeting import on_this_machine
 from trainer.distributed.processes import agreed
-from trainer.distributed.sending import on_this_machine
-from trainer.distributed.sharding import is_sharded, whole_weights
 from trainer.models.lora import checkpoint_weights, save_adapter
 from trainer.models.policy import Policy
 from trainer.rl.config import RlConfig
@@ -79,7 +78,7 @@ class Learning:
     @property
     def iteration(self) -> int:
         """Number of completed iterations, which is the version of the policy's weights."""
-        return self.progress.position.batch
+        return self.progress.position.batches_done
 
     @property
     def policy(self) -> Policy:
@@ -145,7 +144,7 @@ class Learning:
     @property
     def has_unsaved_iterations(self) -> bool:
         """True between two iterations if the latest checkpoint lacks updates."""
-        is_between = self.progress.position.mini_batch == 0
+        is_between = self.progress.position.mini_batches_done == 0
         return is_between and self.progress.global_step > self._saved_step
 
     def save(self, log: RunLog | None) -> Path:
@@ -286,7 +285,7 @@ def notes_of_size(config: RlConfig, run: Run) -> Iterator[str]:
     On a CPU, both are measured on short chains. On a GPU, where the first forward pass may compile
     for minutes, nothing is measured: the note only warns about rows longer than a micro-batch.
     """
-    training, (most, reason) = config.training, longest_row(config, run.limit)
+    training, (most, reason) = config.training, longest_row(config, run.row_limit)
     budget, device = training.batch.tokens_per_micro_batch, run.accelerator.device
     if device.type != "cpu":
         if most > budget:

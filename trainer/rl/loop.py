@@ -31,22 +31,21 @@ from pipelines.generation.engines.base import ENDS_THE_RUN, to_its_end
 from pipelines.generation.environments import USED, environment_metrics, environment_of
 from pipelines.generation.generator import Generator, open_calls
 from pipelines.generation.run import OpenEngine
-from pipelines.generation.tasks import Task, read_tasks
+from pipelines.generation.tasks import Task, endless_tasks, read_tasks
 from rollout_io.configuration import flat
 from rollout_io.retokenize.tokenizer import ChatTokenizer, load_tokenizer
 from schemas.errors import RolloutError
 from trainer.config.train_config import PATHS
-from trainer.distributed.launch import make_accelerator, model_digests
+from trainer.distributed.accelerator import make_accelerator
 from trainer.distributed.liveness import watched
 from trainer.distributed.meeting import together
 from trainer.distributed.processes import agreed, lost_processes
-from trainer.engine.open_engine import open_engine as open_usual
+from trainer.engine import open_engine as open_usual
 from trainer.models.policy import Policy
-from trainer.rl.collector import Collector, endless_tasks
 from trainer.rl.config import ROLLOUTS, RlConfig
 from trainer.rl.evaluation import EvaluationSet, evaluate, notes_of, read_sets
 from trainer.rl.followers import SAVE, UPDATE, Orders, follow, leading
-from trainer.rl.groups import Groups
+from trainer.rl.groups import Collector, Groups
 from trainer.rl.learning import Learning, check_lengths
 from trainer.rl.reporting import (
     SamplingProgress,
@@ -58,13 +57,12 @@ from trainer.rl.reporting import (
 )
 from trainer.rl.resume import find_checkpoint, prepare
 from trainer.rl.weight_sync import WeightSwapEngine, WeightSync
-from trainer.run.check_models import check_tokenizers
 from trainer.run.checkpoint import checkpoint_facts, checkpoint_path
 from trainer.run.directory import alone_in, stays_in_place, stops_when_full
 from trainer.run.messages import say, say_attention, say_learning_rate, show, warn
-from trainer.run.resume import say_if_new
+from trainer.run.model_facts import check_tokenizers, model_digests
+from trainer.run.resume import generators, say_if_new
 from trainer.run.run_log import RunLog, record_start
-from trainer.run.state import generators
 from trainer.run.token_records import say_size
 from trainer.training import Stop
 
@@ -149,7 +147,7 @@ def run(
     )
     if checkpoint:
         say(f"resuming from {checkpoint}")
-    check_lengths(config, learning.opened.limit, None)
+    check_lengths(config, learning.opened.row_limit, None)
     for text in (*learning.notes_of_size(config), *notes_of(config)):
         say(text)
     out, orders = Path(config.run.out), Orders(accelerator)
@@ -270,7 +268,7 @@ class Driver:
                 metadata, training = generator.metadata, config.training
                 for remark in check_tokenizers(training, metadata, notes_match=False):
                     show(remark)
-                check_lengths(config, learning.opened.limit, self.engine.context_tokens)
+                check_lengths(config, learning.opened.row_limit, self.engine.context_tokens)
                 await self.sync.begin()
                 async with Collector(generator, self._visits(), groups, config) as collector:
                     while learning.iteration < config.num_iterations:
@@ -318,7 +316,6 @@ class Driver:
         self.log.next_iteration()
 
     async def _environment_metrics(self, path: Path) -> dict[str, float]:
-        """Compute the metrics that the environments define."""
         config = self.config.generation
         if not config.uses_environments:
             return {}
@@ -336,7 +333,7 @@ class Driver:
     async def _evaluate(self, calls: Calls | Endpoint | None) -> None:
         """Evaluate the current weights, if due."""
         version = self.learning.iteration
-        if version in self.evaluated or not self.config.evaluates(version):
+        if version in self.evaluated or not self.config.is_evaluation_due(version):
             return
         metrics = await evaluate(
             self.engine, self.evaluation_sets, self.config, version, calls, self.log.bar

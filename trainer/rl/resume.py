@@ -15,7 +15,7 @@ from trainer.rl.config import RlConfig
 from trainer.run.checkpoint import discard_after, latest_checkpoint
 from trainer.run.open_run import refuse_existing_run
 from trainer.run.resume import check_same, fixed_keys, saved_config
-from trainer.run.state import Progress
+from trainer.run.run import Progress
 from trainer.run.token_records import discard_token_records
 
 MAY_CHANGE = {
@@ -91,7 +91,7 @@ def lines_before(path: Path, progress: Progress) -> dict[str, dict[str, Any]]:
             break
         try:
             record = json.loads(line)
-            if record["iteration"] < progress.position.batch + (_EVALUATED in record):
+            if record["iteration"] < progress.position.batches_done + (_EVALUATED in record):
                 records[line] = record
         except (ValueError, TypeError, KeyError) as error:
             expected = "a JSON object with the metrics of an iteration"

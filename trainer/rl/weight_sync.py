@@ -1,4 +1,9 @@
-"""Give the policy's weights to the engine: in files, or in memory if it runs in the same processes."""
+"""Give the policy's weights to the engine; transports: `trainer.engine`, `pipelines.generation.engines`.
+
+as files, or an adapter   `trainer.engine.embedded`, `pipelines.generation.engines.vllm`
+from GPU to GPU (NCCL)    `pipelines.generation.engines.weight_transfer`, `trainer.engine.nccl_sender`
+in memory                 `trainer.engine.colocated`
+"""
 
 from __future__ import annotations
 
@@ -129,7 +134,9 @@ class WeightSwapEngine(WrappedEngine):
         """See `Engine.load_weights`."""
         if is_adapter(path):
             async with self._changed:
-                await self._changed.wait_for(self._are_all_current)
+                await self._changed.wait_for(
+                    lambda: self._num_calls.total() == self._num_calls[self.policy_version]
+                )
             await super().load_weights(path, policy_version=policy_version)
             return
         async with self.idle() if self._waits else nullcontext():
@@ -146,9 +153,6 @@ class WeightSwapEngine(WrappedEngine):
             finally:
                 self._is_open = True
                 self._changed.notify_all()
-
-    def _are_all_current(self) -> bool:
-        return self._num_calls.total() == self._num_calls[self.policy_version]
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:

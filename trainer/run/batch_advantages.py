@@ -1,4 +1,4 @@
-"""Advantages of a batch: KL divergence in the reward, and estimation once values are known."""
+"""Advantages of a batch: the KL divergence in the reward, and estimation once values are known."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from trainer.algorithms.own_functions import call
 from trainer.batch import Batch
 from trainer.batches.plan import Plan, trajectory_advantages, trajectory_estimator
 from trainer.config.functions import ADVANTAGE_ESTIMATOR, Function, bind
-from trainer.config.loss_config import LossConfig
-from trainer.config.sections import AdvantageConfig
+from trainer.config.sections import AdvantageConfig, LossConfig
 from trainer.config.train_config import TrainConfig
 from trainer.distributed.processes import Pooled, of_all_processes, over_processes
 
 
-def estimate(
+def estimate_advantages(
     accelerator: Accelerator,
     batch: Batch,
     advantage: AdvantageConfig,
@@ -174,7 +173,7 @@ def _advantages_of_returns(
     return np.asarray(trajectory_advantages(trajectories, estimator), dtype=np.float64)
 
 
-def next_coef(coef: float, metrics: dict[str, float], batch: Batch, loss: LossConfig) -> float:
+def next_kl_coef(coef: float, metrics: dict[str, float], batch: Batch, loss: LossConfig) -> float:
     """Return the coefficient of the next batch: constant, or set by the adaptive controller."""
     if loss.kl_ctrl_type == "fixed" or "loss/avg_kl" not in metrics:
         return coef

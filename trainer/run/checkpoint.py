@@ -17,6 +17,7 @@ from schemas.errors import InputError, count
 from trainer.distributed.processes import is_main
 from trainer.models.critic import Critic
 from trainer.models.lora import save_model
+from trainer.models.policy import save_weights
 
 WEIGHTS = frozenset(
     {
@@ -89,7 +90,7 @@ def save_checkpoint(
                 (partial / FILES).write_text(digests + "\n", encoding="utf-8")
     # Only now does `--resume` find it: a run that is killed before goes on from the checkpoint before.
     replace_text(final.parent / LATEST, f"{final.name}\n")
-    for path in _checkpoints(out)[: -keep if keep else 0]:
+    for path in list(checkpoints(out).values())[: -keep if keep else 0]:
         remove_directory(path)
     return final
 
@@ -105,19 +106,20 @@ def latest_checkpoint(out: Path) -> Path | None:
     Raises:
         InputError: The checkpoint does not exist, or has no state to resume from.
     """
-    pointer, checkpoints = out / "checkpoints" / LATEST, _checkpoints(out)
+    pointer, saved = out / "checkpoints" / LATEST, list(checkpoints(out).values())
     if pointer.exists():
         name = pointer.read_text(encoding="utf-8", errors="replace").strip()
-        checkpoints = [path for path in checkpoints if path.name == name]
-        if not checkpoints:
+        saved = [path for path in saved if path.name == name]
+        if not saved:
             finding = f"the file points to {name!r}, which is not a checkpoint in this directory"
             hint = "write a checkpoint's name into the file, or remove it to use the newest one"
             raise InputError("checkpoint_latest", str(pointer), finding, hint=hint)
-    if checkpoints and not (checkpoints[-1] / "state").is_dir():
+    newest = saved[-1] if saved else None
+    if newest and not (newest / "state").is_dir():
         finding = "the checkpoint has no state/ to resume from"
-        hint = f"start a new run from it: --model {checkpoints[-1]}"
-        raise InputError("checkpoint_state", str(checkpoints[-1]), finding, hint=hint)
-    return checkpoints[-1] if checkpoints else None
+        hint = f"start a new run from it: --model {newest}"
+        raise InputError("checkpoint_state", str(newest), finding, hint=hint)
+    return newest
 
 
 def checkpoint_facts(checkpoint: Path | None) -> dict[str, str]:
@@ -167,8 +169,8 @@ def discard_after(out: Path, global_step: int) -> None:
     """Delete checkpoints of later updates, and incomplete checkpoints of killed runs."""
     for path in (out / "checkpoints").glob(f".{PREFIX}*"):
         path.unlink() if path.is_symlink() else shutil.rmtree(path)
-    for path in _checkpoints(out):
-        if _step(path) > global_step:
+    for step, path in checkpoints(out).items():
+        if step > global_step:
             remove_directory(path)
 
 
@@ -177,7 +179,8 @@ def write_model(
 ) -> None:
     """Write a model directory with the `other_files` of `source`; see `save_checkpoint`."""
     path.mkdir(parents=True)
-    save_model(model, path, weights or model.state_dict())
+    save = save_model if hasattr(model, "peft_config") else save_weights
+    save(model, path, dict(weights or model.state_dict()))
     for name in other_files(source)[0]:
         if not (path / name).exists():
             (path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -232,17 +235,9 @@ def _is_weights(path: Path) -> bool:
 
 def checkpoints(out: Path) -> dict[int, Path]:
     """Return the checkpoints of a run by their number of updates, oldest first."""
-    return {_step(path): path for path in _checkpoints(out)}
-
-
-def _checkpoints(out: Path) -> list[Path]:
-    """List checkpoints, oldest first."""
     paths = (out / "checkpoints").glob(f"{PREFIX}*")
-    return sorted((path for path in paths if path.name[len(PREFIX) :].isdecimal()), key=_step)
-
-
-def _step(path: Path) -> int:
-    return int(path.name[len(PREFIX) :])
+    steps = {path.name.removeprefix(PREFIX): path for path in paths}
+    return {int(step): steps[step] for step in sorted(filter(str.isdecimal, steps), key=int)}
 
 
 def remove_directory(path: Path) -> None:

@@ -49,7 +49,7 @@ def stays_in_place(run: Callable[..., Result]) -> Callable[..., Result]:
     def with_absolute_paths(config: Any, **settings: Any) -> Result:
         given_out = config.run.out
         place: AbstractContextManager[Path] = nullcontext(Path(given_out).absolute())
-        if is_remote(given_out):
+        if "://" in given_out:  # an object store
             place = local_copy(given_out, resume=settings.get("resume", False))
         with place as out:
             section = dataclasses.replace(config.run, out=str(out))
@@ -107,11 +107,6 @@ def _is_full(error: OSError | SafetensorError) -> bool:
 _COPIED_BYTES = 8 << 20
 _NEEDED = ("config.json", "metrics.jsonl", "starts.jsonl")
 _STORES: dict[Path, _RunStore] = {}
-
-
-def is_remote(out: str) -> bool:
-    """True if a run's directory is in an object store."""
-    return "://" in out
 
 
 @contextmanager

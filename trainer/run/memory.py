@@ -132,7 +132,7 @@ def _activations(run: Run, num_tokens: int) -> int:
 
 
 def _extrapolated(run: Run, num_tokens: int) -> int:
-    shortest = max(2, min(PROBE_TOKENS, run.limit.num_tokens // 3))
+    shortest = max(2, min(PROBE_TOKENS, run.row_limit.num_tokens // 3))
     lengths = [shortest, 2 * shortest, 3 * shortest]
     with fake_mode(run.whole_policy.model) or nullcontext():
         sizes = [_kept_by_a_forward(run, length) for length in lengths]
@@ -170,7 +170,7 @@ def _kept_by_a_forward(run: Run, num_tokens: int) -> int:
 
 def seconds_per_token(run: Run) -> float:
     """Measure the seconds that a forward pass takes per token, on a chain of 64 tokens."""
-    num_tokens = max(2, min(2 * PROBE_TOKENS, run.limit.num_tokens))
+    num_tokens = max(2, min(2 * PROBE_TOKENS, run.row_limit.num_tokens))
     times = []
     with torch.no_grad():
         for _ in range(2):  # the first pass may compile and allocate

@@ -1,4 +1,4 @@
-"""Notes, warnings and progress of a run, for the person who started it.
+"""Show notes, warnings and progress to the person who started a run; see `trainer.run.warnings`.
 
 An update forwards its tokens several times: the passes without gradient that a batch needs before
 its first update, then the training passes. `Passes` shows which one runs, and how far it is.

@@ -48,17 +48,13 @@ def generated_per(dataset: str) -> Literal["step", "trajectory"]:
     A dataset of environments is step-wise if `history` was `step_wise`. Datasets of agents,
     harnesses, generators and logs have one row per call, and are step-wise.
     """
-    configs = [entry["config"] for entry in read_metadata(dataset).made_by if _has_history(entry)]
+    verbs = (entry.get("config") for entry in read_metadata(dataset).made_by)
+    configs = [c for c in verbs if isinstance(c, Mapping) and "history" in c]
     in_steps = ("agent", "harness", "generator")
     in_one_row = [
         c["history"] != "step_wise" and not any(c.get(name) for name in in_steps) for c in configs
     ]
     return "trajectory" if in_one_row and all(in_one_row) else "step"
-
-
-def _has_history(entry: Mapping[str, Any]) -> bool:
-    config = entry.get("config")
-    return isinstance(config, Mapping) and "history" in config
 
 
 def generated_metrics(

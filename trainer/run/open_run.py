@@ -26,13 +26,11 @@ from trainer.batches.pictures import placeholder_of
 from trainer.batches.plan import Plan, dataset_returns, make_plan, num_planned_updates
 from trainer.config.sections import ModelConfig
 from trainer.config.train_config import PATHS, TrainConfig, resolved, uses
-from trainer.distributed.launch import make_accelerator, model_digests
-from trainer.distributed.meeting import machines, together
+from trainer.distributed.accelerator import make_accelerator, wrap, wrap_frozen
+from trainer.distributed.meeting import machines, on_this_machine, once_here, together
 from trainer.distributed.processes import agreed, is_first_here
-from trainer.distributed.sending import on_this_machine, once_here
-from trainer.distributed.sharding import wrap, wrap_frozen
 from trainer.models.critic import Critic, load_critic
-from trainer.models.layers import compile_layers, num_layers
+from trainer.models.layers import compile_layers, num_layers, recompute_layers
 from trainer.models.lora import WithoutAdapter, add_adapter
 from trainer.models.optimizer import make_optimizer
 from trainer.models.policy import (
@@ -43,21 +41,22 @@ from trainer.models.policy import (
     refuse_quantised,
     use_float32_head,
 )
-from trainer.run.check_dataset import check_dataset, num_greedy_rows, scan_rows
-from trainer.run.check_models import check_tokenizers
 from trainer.run.checkpoint import check_files, checkpoint_facts, other_files
+from trainer.run.dataset_facts import check_dataset, num_greedy_rows, scan_rows
 from trainer.run.messages import Remark, say, say_attention, say_learning_rate, show, warn
-from trainer.run.resume import check_max_updates, find_checkpoint, lines_to_keep, say_if_new
-from trainer.run.run import Run
-from trainer.run.state import (
+from trainer.run.model_facts import check_tokenizers, model_digests
+from trainer.run.resume import (
     IN_DIGEST,
-    Position,
-    Progress,
+    check_max_updates,
     dataset_digest,
+    find_checkpoint,
+    lines_to_keep,
     load_progress,
     restore,
+    say_if_new,
     table_digest,
 )
+from trainer.run.run import Position, Progress, Run
 
 
 def open_run(
@@ -112,14 +111,14 @@ def open_run(
         for remark in compared:
             show(remark)
     run, must_learn = replace(run, rollouts=rollouts, plan=plan), opened is None
-    corrects, pictures, remarks = agreed(
+    corrects_for_sampler, pictures, remarks = agreed(
         accelerator, lambda: check_dataset(run, index, plan, must_learn=must_learn)
     )
     for subject, remark in remarks.items():
         tell(subject, remark)
     run = replace(
         run,
-        corrects=corrects,
+        corrects_for_sampler=corrects_for_sampler,
         pictures=pictures,
         num_planned=num_planned or num_planned_updates(plan, config.batch),
         num_greedy_rows=num_greedy_rows(index, plan),
@@ -319,7 +318,7 @@ def load_models(config: TrainConfig, checkpoint: Path | None) -> Models:
     if has_values and compiles(config.model, policy):
         compile_layers(policy.model, recomputes=recomputes)
     elif recomputes:
-        policy.checkpoint_layers()
+        recompute_layers(policy.model)
     return policy, reference, critic
 
 
@@ -357,7 +356,7 @@ def prepare(accelerator: Accelerator, config: TrainConfig, models: Models) -> Ru
         reference=frozen,
         critic=critic,
         critic_optimizer=critic_optimizer,
-        corrects=config.loss.corrects_for_sampler,
+        corrects_for_sampler=config.loss.corrects_for_sampler,
         source=Path(config.model.path).absolute(),
     )
 

@@ -9,8 +9,9 @@ from typing import Any
 import polars as pl
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
+from schemas.ragged import IntArray
 from trainer.batches.forest import RowLimit
 from trainer.batches.pictures import PictureReader
 from trainer.batches.plan import Plan
@@ -18,7 +19,63 @@ from trainer.config.train_config import TrainConfig
 from trainer.models.critic import Critic
 from trainer.models.lora import WithoutAdapter
 from trainer.models.policy import Policy, row_limit
-from trainer.run.state import START, Progress
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Position:
+    """Position of a run between two mini-batches.
+
+    Attributes:
+        batches_done: Completed batches, over all epochs.
+        mini_batches_done: Completed mini-batches of the current batch, over its `epochs_per_batch`
+            epochs.
+        kl_coef: Coefficient of the divergence in the current batch's reward.
+        outputs: Model outputs at the start of the current batch, [T] float32 on the CPU, by name:
+            see `Batch.outputs`. Empty between batches.
+        local_slots: With several processes, the [T] indices of the outputs of this process among those
+            of all, and the number of all; None: the outputs are complete, as in a checkpoint.
+    """
+
+    batches_done: int = 0
+    mini_batches_done: int = 0
+    kl_coef: float
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    local_slots: tuple[IntArray, int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """Progress of a run.
+
+    Attributes:
+        position: Position of the run.
+        global_step: Optimizer steps taken.
+        num_skipped: Mini-batches without an optimizer step.
+        trained_groups: Groups that contributed a gradient to a step.
+    """
+
+    position: Position
+    global_step: int = 0
+    num_skipped: int = 0
+    trained_groups: frozenset[str] = frozenset()
+
+    def after(self, position: Position, groups: frozenset[str], *, stepped: bool) -> Progress:
+        """Return the progress after a mini-batch in which these groups have a gradient."""
+        return Progress(
+            position=position,
+            global_step=self.global_step + stepped,
+            num_skipped=self.num_skipped + (not stepped),
+            trained_groups=self.trained_groups | groups if stepped else self.trained_groups,
+        )
+
+    @property
+    def num_mini_batches(self) -> int:
+        """Number of mini-batches so far, with or without a step; each has a line of metrics."""
+        return self.global_step + self.num_skipped
+
+
+START = Progress(position=Position(kl_coef=0.0))
+
 
 _NO_PLAN = Plan(trajectories=pl.DataFrame(), batches=(), num_groups_without_variance=0)
 
@@ -38,7 +95,7 @@ class Run:
         reference: The frozen reference of the KL divergence; None if not needed.
         critic: Critic of the advantage estimator, prepared by `accelerator`; None if not needed.
         critic_optimizer: Optimizer of the critic, prepared by `accelerator`.
-        corrects: Whether importance weights and masks apply.
+        corrects_for_sampler: Whether importance weights and masks apply.
         source: Absolute path of the model directory from which the run started.
         checkpoint: Checkpoint from which the run resumes; None: it starts from the configured models.
         progress: Progress from which the run starts or resumes.
@@ -60,7 +117,7 @@ class Run:
     reference: nn.Module | None = None
     critic: Critic | None = None
     critic_optimizer: torch.optim.Optimizer | None = None
-    corrects: bool = False
+    corrects_for_sampler: bool = False
     source: Path = Path()
     checkpoint: Path | None = None
     progress: Progress = START
@@ -95,7 +152,7 @@ class Run:
         return trained
 
     @property
-    def limit(self) -> RowLimit:
+    def row_limit(self) -> RowLimit:
         """Maximum length of a row: that of the model which takes the least."""
         limits = (row_limit(model.config) for model in self.models.values())
         return min(limits, key=lambda limit: limit.num_tokens)

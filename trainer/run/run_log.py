@@ -27,7 +27,6 @@ from accelerate import Accelerator
 import rollout_io
 from rollout_io.configuration import flat
 from rollout_io.dataset.filesystems import replace_text
-from rollout_io.redaction.credentials import credentials
 from rollout_io.retokenize.tokenizer import ChatTokenizer, load_tokenizer
 from rollout_io.terminal import Bar
 from schemas.errors import count
@@ -116,7 +115,9 @@ class RunLog:
             self.bar.update(increment, numbers_of(metrics))
         elif not self.is_loop:
             say(progress_line(metrics, self.num_planned))
-        if "zero_loss" not in self.warned and _is_zero_loss(metrics):
+        if "zero_loss" not in self.warned and abs(metrics["loss"]) < ZERO_LOSS < metrics.get(
+            "grad_norm", 0.0
+        ):
             self.warned.add("zero_loss")
             say(
                 "note: loss 0 is normal here: at probability ratio 1 the loss is minus the mean"
@@ -159,11 +160,6 @@ def line_of(metrics: Mapping[str, Any]) -> str:
         if isinstance(value, float) and not math.isfinite(value):
             finite[name] = None
     return json.dumps(finite)
-
-
-def _is_zero_loss(metrics: dict[str, Any]) -> bool:
-    """True if an update has a gradient although its loss is 0."""
-    return bool(abs(metrics["loss"]) < ZERO_LOSS < metrics.get("grad_norm", 0.0))
 
 
 def progress_line(metrics: dict[str, Any], num_planned: int) -> str:
@@ -241,6 +237,8 @@ def _text(tokenizer: ChatTokenizer, ids: list[int], *, keeps_end: bool) -> str:
 
 
 def _without_credentials(text: bytes) -> str:
+    from rollout_io.redaction.credentials import credentials  # whose patterns take time to compile
+
     parts, done = list[bytes](), 0
     for kind, start, end in sorted(credentials(text), key=lambda place: place[1]):
         if end > done:

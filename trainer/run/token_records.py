@@ -19,18 +19,13 @@ from rollout_io.dataset.filesystems import whole
 from schemas.errors import count
 from schemas.numpy_arrays import to_arrow
 from schemas.ragged import BoolArray, offsets_of
-from schemas.records import (
-    TOKENS,
-    token_record_path,
-    token_record_schema,
-    token_record_steps,
-)
+from schemas.records import TOKENS, token_record_path, token_record_schema, token_record_steps
 from trainer.algorithms.losses import Targets, probability_ratio
 from trainer.batch import Batch
 from trainer.batches.chains import Origins
 from trainer.batches.forest import Forest
 from trainer.batches.overlap import CopyToCpu, to_device
-from trainer.config.loss_config import LossConfig
+from trainer.config.sections import LossConfig
 from trainer.distributed.processes import gather_in_main, over_processes
 from trainer.run.directory import published
 from trainer.run.messages import say
@@ -69,7 +64,7 @@ class TokenRecorder:
             "logprobs": targets.logprobs.detach(),
             "entropy": columns["policy_entropy"],
             "clipped": columns["clip_ratio"],
-            "losses": columns["losses"],
+            "losses": columns["unweighted_loss"],
             "weights": targets.weights,
         }
         if "correction_weights" in columns:

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from schemas.errors import count
 from trainer.batch import Batch
-from trainer.batches.forest import Forest
+from trainer.batches.forest import FILLER, Forest
 from trainer.batches.plan import Plan, num_groups_of_one
 from trainer.config.functions import ADVANTAGE_ESTIMATOR, LOSS_REDUCTION
 from trainer.config.train_config import TrainConfig
-from trainer.distributed.balance import FILLER
 from trainer.distributed.processes import over_processes
 from trainer.loss import policy_logprobs
 from trainer.run.metrics import agreement

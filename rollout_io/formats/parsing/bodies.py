@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Annotated, Any
 
@@ -113,17 +113,6 @@ def sampling_extra(fields: SamplingFields | Mapping[str, Any]) -> str | None:
         settings |= body
     extra = {n: v for n, v in settings.items() if n in _NEUTRAL and v not in _NEUTRAL[n]}
     return json.dumps(extra, sort_keys=True, separators=(",", ":")) if extra else None
-
-
-def sampling_extra_of(history: Iterable[Mapping[str, Any]]) -> str | None:
-    """Return `sampling_extra` of a dataset that was generated before this column existed."""
-    configs = [config for step in history if isinstance(config := step.get("config"), dict)]
-    extras = [config.get("sampling_extra") for config in configs]
-    extra_texts = [
-        sampling_extra({**(extra if isinstance(extra, dict) else {}), "min_p": config.get("min_p")})
-        for config, extra in zip(configs, extras, strict=True)
-    ]
-    return next((text for text in extra_texts if text), None)
 
 
 Int32 = Annotated[int, msgspec.Meta(ge=-INT32_MAX - 1, le=INT32_MAX)]

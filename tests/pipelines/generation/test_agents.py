@@ -20,7 +20,7 @@ from schemas.errors import RolloutError
 from tests.helpers import generation_helpers as helpers
 from tests.helpers.generation_helpers import ASK, HERE, config_of, trajectories
 from tests.helpers.rl_helpers import save_model
-from trainer.engine.open_engine import open_engine
+from trainer.engine import open_engine
 
 
 @pytest.mark.slow

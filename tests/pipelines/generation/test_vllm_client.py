@@ -18,7 +18,7 @@ from pipelines.harness.engine_api import usual_fields
 from schemas.errors import RolloutError
 from tests.helpers.http_server import CUT, HANG, RESET, Server, completion, serving
 from tests.helpers.vllm_engines import FAST, SAMPLING, connected
-from trainer.engine.open_engine import open_engine
+from trainer.engine import open_engine
 
 
 def status(code, message="no", **headers):

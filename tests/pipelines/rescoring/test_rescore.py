@@ -9,7 +9,6 @@ import polars as pl
 import pytest
 
 from pipelines import merge, trajectory_returns
-from pipelines.generation.environments import resolve
 from pipelines.rescoring.attempts import attempts
 from pipelines.rescoring.rescore import rescore
 from pipelines.rescoring.scorers import Scorer, source_digests
@@ -17,13 +16,14 @@ from pipelines.rewards import with_version
 from rollout_io import RolloutWriter, scan, validate
 from rollout_io.cli.main import run
 from rollout_io.dataset.versions import digests, read_version, version_path
+from rollout_io.plugins import resolve
 from rollout_io.retokenize.token_bytes import load_token_bytes
 from schemas.errors import ConfigError, InputError
 from schemas.metadata import DatasetMetadata
 from tests.helpers.configs import train_config
 from tests.helpers.filter_helpers import one_step, table
 from tests.helpers.kill_helpers import run_after_20_kills
-from trainer.run.check_dataset import scan_rows
+from trainer.run.dataset_facts import scan_rows
 
 OPTIONAL = ("messages", "response_text", "metrics")
 FUNCTIONS = '''

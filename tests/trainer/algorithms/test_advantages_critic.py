@@ -25,9 +25,10 @@ from tests.helpers.trainer_helpers import (
     tiny_policy,
 )
 from trainer.algorithms.advantages import discounted_returns, gae, whiten
+from trainer.algorithms.losses import clipped_value_loss
 from trainer.loss import critic_values
-from trainer.models.critic import Critic, clipped_value_loss, load_critic
-from trainer.run.batch_advantages import estimate
+from trainer.models.critic import Critic, load_critic
+from trainer.run.batch_advantages import estimate_advantages
 from trainer.update import update_critic
 
 NUMBERS = st.lists(st.tuples(*[st.floats(-4, 4)] * 3), min_size=1, max_size=12)
@@ -211,7 +212,7 @@ def rewarded_batch():
 def test_gae_follows_the_steps_and_skips_what_does_not_train():
     values = torch.tensor([0.5, math.nan, 0.25, 1.0, -1.0, 2.0])
     settings_ = config(estimator="gae", gamma=0.5, gae_lambda=0.5)
-    found = estimate(
+    found = estimate_advantages(
         Accelerator(), dataclasses.replace(rewarded_batch(), values=values), settings_.advantage
     )
     chained = np.array([0.5, 0.25, 1.0, -1.0, 2.0])
@@ -227,7 +228,7 @@ def test_gae_follows_the_steps_and_skips_what_does_not_train():
 
 
 def test_reinforce_plus_plus_whitens_the_returns_over_trained_tokens_alone():
-    found = estimate(
+    found = estimate_advantages(
         Accelerator(), rewarded_batch(), config(estimator="reinforce++", gamma=0.5).advantage
     )
     expected = discounted_returns(
@@ -241,13 +242,15 @@ def test_reinforce_plus_plus_whitens_the_returns_over_trained_tokens_alone():
 
 
 def test_outcome_advantages_reach_every_trained_token():
-    found = estimate(Accelerator(), rewarded_batch(), config(estimator="rloo").advantage)
+    found = estimate_advantages(Accelerator(), rewarded_batch(), config(estimator="rloo").advantage)
     assert found.advantages.tolist() == [3.0, 0.0, 3.0, 3.0, 5.0, 5.0]
     assert found.raw_advantages.tolist() == found.advantages.tolist()
 
 
 def test_batch_normalization_counts_trained_tokens_alone():
-    found = estimate(Accelerator(), rewarded_batch(), config(batch_normalize=True).advantage)
+    found = estimate_advantages(
+        Accelerator(), rewarded_batch(), config(batch_normalize=True).advantage
+    )
     # mean 19 / 5, variance 24 / 25 over the five trained tokens
     expected = [(a - 3.8) / math.sqrt(0.96) for a in (3.0, 3.0, 3.0, 5.0, 5.0)]
     assert found.advantages[[0, 2, 3, 4, 5]].tolist() == pytest.approx(expected, rel=1e-6)

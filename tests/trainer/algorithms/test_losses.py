@@ -24,7 +24,7 @@ from trainer.algorithms.losses import (
     row_sums,
 )
 from trainer.config.functions import POLICY_LOSS, bind
-from trainer.config.loss_config import LossConfig
+from trainer.config.sections import LossConfig
 
 
 def clip(x, low, high):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.helpers.losses_helpers import REFERENCE, SETTINGS, policy_loss, reference_targets, tensor
 from trainer.algorithms.correction import bounds, correct, row_ratios, token_weights
 from trainer.config.functions import POLICY_LOSS, bind
-from trainer.config.loss_config import LossConfig
+from trainer.config.sections import LossConfig
 
 ROW = torch.tensor([0, 0, 1, 1, 2])
 RATIOS = (1.0, 4.0, 0.5, 0.5, 3.0)

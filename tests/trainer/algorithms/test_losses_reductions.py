@@ -12,7 +12,7 @@ from tests.helpers.losses_helpers import REFERENCE, reference_targets, tensor
 from trainer.algorithms.kl import adapted_kl_coef, kl_estimates, rewards_less_kl
 from trainer.algorithms.reductions import Units, reduction_weights
 from trainer.config.functions import LOSS_REDUCTION, bind
-from trainer.config.loss_config import LossConfig
+from trainer.config.sections import LossConfig
 
 REDUCTIONS = (
     "token_mean",

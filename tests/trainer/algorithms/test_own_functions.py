@@ -26,8 +26,7 @@ from trainer.config.functions import (
     find,
     inputs_of,
 )
-from trainer.config.loss_config import LossConfig
-from trainer.config.sections import AdvantageConfig
+from trainer.config.sections import AdvantageConfig, LossConfig
 from trainer.config.train_config import load_config, uses
 from trainer.run.batch_advantages import advantages_of_rewards
 

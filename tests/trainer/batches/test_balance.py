@@ -14,8 +14,9 @@ from tests.helpers.trainer_helpers import (
     tiny_policy,
     update_with,
 )
+from trainer.batches.forest import FILLER
 from trainer.config.functions import POLICY_LOSS
-from trainer.distributed.balance import FILLER, balance, cost
+from trainer.distributed.balance import balance, cost
 from trainer.loss import policy_logprobs
 from trainer.models.critic import Critic
 

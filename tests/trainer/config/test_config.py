@@ -11,7 +11,7 @@ import trainer
 from schemas.errors import RolloutError
 from tests.helpers.configs import SECTIONS, from_saved, train_config
 from tests.helpers.trainer_helpers import group_rows, write_dataset
-from trainer.cli.options import resume_command
+from trainer.cli import resume_command
 from trainer.cli.train import how_to_resume
 from trainer.config.train_config import TrainConfig, load_config, save_config
 from trainer.run.messages import say_learning_rate

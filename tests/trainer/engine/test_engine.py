@@ -19,10 +19,9 @@ from schemas.errors import MissingExtra, RolloutError
 from tests.helpers.architectures import tiny_model
 from tests.helpers.chat_helpers import CONVERSATIONS, prompt_ids
 from tests.helpers.trainer_helpers import VOCAB, plain_logprobs, tiny_llama
+from trainer.engine import open_engine
 from trainer.engine.batching import Request, continue_batch, sample_tokens, sampled_distribution
-from trainer.engine.embedded import TransformersEngine
-from trainer.engine.in_process import assistant_message
-from trainer.engine.open_engine import open_engine
+from trainer.engine.embedded import TransformersEngine, assistant_message
 
 P = torch.tensor([0.5, 0.3, 0.2])
 PROMPTS = [[5, 9, 3], [7], [2, 2, 8, 11, 30, 4, 4], [17, 40, 21, 3, 9]]

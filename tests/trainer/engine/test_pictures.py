@@ -15,8 +15,8 @@ from pipelines.generation.engines.base import Picture, Sampling
 from schemas.errors import RolloutError
 from tests.helpers.trainer_helpers import save_tiny_model
 from tests.helpers.vision_models import CONFIGS, SHOWS, Part, Seen, encoded, picture_file
+from trainer.engine.batching import next_positions, preparing, shown_inputs
 from trainer.engine.embedded import TransformersEngine
-from trainer.engine.pictures import next_positions, preparing, shown_inputs
 from trainer.models.policy import load_policy
 
 PROMPTS = [

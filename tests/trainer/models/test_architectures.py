@@ -10,8 +10,9 @@ from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import group_rows, write_dataset
 from tests.trainer.models.test_trained_parameters import UNUSED, without_gradient
 from trainer.distributed.spawn import start_processes
+from trainer.models.layers import recompute_layers
 from trainer.models.lora import add_adapter
-from trainer.models.policy import Policy, load_policy
+from trainer.models.policy import load_policy
 from trainer.models.self_check import check_policy
 
 FEW = {"cohere2", "exaone4", "gpt2", "jetmoe", "qwen3_moe", "phimoe, LongRoPE"}
@@ -35,7 +36,7 @@ def test_an_architecture_is_right_in_each_layout_or_refused(kind, tmp_path):
         config = train_config(dataset="d", model="m", out="o", lora_rank=2)
         adapters = refusal(lambda policy: add_adapter(policy, config.model), found.policy)
         assert adapters in (None, "lora_target_modules")
-        assert refusal(Policy.checkpoint_layers, found.policy) in (None, "gradient_checkpointing")
+        assert refusal(recompute_layers, found.policy.model) in (None, "gradient_checkpointing")
     if found.policy and found.windowed:
         with windows_seen(change=1), pytest.raises(RolloutError, match="model_layers"):
             check_policy(found.policy, kind)

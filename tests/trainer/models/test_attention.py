@@ -27,6 +27,7 @@ from trainer.models.attention import (
     chain_attention,
     forest_mask,
 )
+from trainer.models.layers import recompute_layers
 from trainer.models.policy import Policy, load_policy, row_limit
 
 KINDS = {
@@ -78,7 +79,7 @@ def test_packed_chains_are_those_of_an_eager_forward_each(kind, *, recomputes):
     policy = Policy(model, logprob_chunk_tokens=8)
     assert model.config._attn_implementation == CHAIN_ATTENTION
     if recomputes:
-        policy.checkpoint_layers()
+        recompute_layers(policy.model)
     found, expected = packed(policy, rows), plain_logprobs(plain, rows)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     weights = torch.linspace(-1, 1, len(found))

@@ -30,6 +30,7 @@ from tests.helpers.trainer_helpers import (
 )
 from tests.trainer.models.test_attention import tiny
 from trainer.models.critic import load_critic
+from trainer.models.layers import recompute_layers
 from trainer.models.policy import Policy, load_policy, row_limit
 from trainer.models.self_check import check_policy
 
@@ -88,7 +89,7 @@ def test_recomputed_layers_run_twice_and_drop_nothing_out(kind, dropouts, inner)
         Policy(tiny(kind, num_key_value_heads=4, **dropouts), logprob_chunk_tokens=8)
         for _ in range(2)
     )
-    recomputing.checkpoint_layers()
+    recompute_layers(recomputing.model)
     calls = []
     for name, module in recomputing.named_modules():
         if name.endswith(f"0.{inner}"):
@@ -105,7 +106,7 @@ def test_layers_that_cannot_be_recomputed_are_refused():
     policy = tiny_policy()
     policy.model = Layerless()
     with pytest.raises(RolloutError, match=r"cannot recompute.*\[gradient_checkpointing\]"):
-        policy.checkpoint_layers()
+        recompute_layers(policy.model)
 
 
 def test_tied_embeddings_collect_both_gradients():

@@ -25,6 +25,7 @@ from tests.trainer.algorithms.test_advantages_critic import run_of_critic
 from trainer.batch import cut_batch
 from trainer.loss import critic_values, policy_logprobs
 from trainer.models.critic import Critic
+from trainer.models.layers import recompute_layers
 from trainer.models.policy import Policy
 
 PACKING = train_config(dataset="d", model="m", out="o").batch
@@ -141,7 +142,7 @@ def test_gradients_are_those_of_plain_loops_over_the_recorded_experts(family, *,
     expected = plain_gradient(model, rows, routes)
     policy = Policy(model, logprob_chunk_tokens=8)
     if checkpointing:
-        policy.checkpoint_layers()
+        recompute_layers(policy.model)
     logprobs_of(policy, with_routes(rows, routes_of(routes))).sum().backward()
     found = gradients(model)
     assert relative_difference(found, expected) < 1e-6

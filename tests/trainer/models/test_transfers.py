@@ -14,7 +14,7 @@ from tests.helpers.tree_helpers import batch_of, mini_batch_of
 from trainer import update as updates
 from trainer.models import attention, tree_attention, varlen
 from trainer.models.policy import Policy
-from trainer.run.state import START
+from trainer.run.run import START
 
 MOST = 5
 META = torch.device("meta")

@@ -25,6 +25,7 @@ from tests.helpers.tree_helpers import batch_of, families, mini_batch_of
 from tests.trainer.models.test_attention import KINDS, tiny
 from trainer.batches.forest import attention_mask
 from trainer.models import tree_attention
+from trainer.models.layers import recompute_layers
 from trainer.models.policy import Policy, load_policy
 from trainer.models.self_check import check_policy
 from trainer.models.tree_attention import BLOCK, Piece, block_mask, padded_size, pieces
@@ -73,7 +74,7 @@ def test_a_tree_gives_what_an_eager_forward_of_each_row_gives(kind, *, recompute
     plain.set_attn_implementation("eager")
     policy = Policy(model, logprob_chunk_tokens=8)
     if recomputes:
-        policy.checkpoint_layers()
+        recompute_layers(policy.model)
     forest = only_forest(rows)
     assert forest.num_tokens < sum(len(p) + len(r) - 1 for p, r, _ in rows) - 20
     by_slot = policy(forest, torch.ones(forest.num_targets))[0]

@@ -37,7 +37,7 @@ from trainer import rl
 from trainer import update as updates
 from trainer.engine.embedded import TransformersEngine
 from trainer.reports.plot import read_metrics
-from trainer.rl.collector import Collector
+from trainer.rl.groups import Collector
 from trainer.rl.weight_sync import WeightSwapEngine
 from trainer.run.checkpoint import checkpoint_path
 
@@ -62,7 +62,7 @@ def model(tmp_path_factory, tokenizer):
 @pytest.fixture(autouse=True)
 def _one_loading(monkeypatch, tokenizer):
     """Loading SmolLM2's tokenizer takes longer than most of these runs."""
-    for module in ("trainer.rl.loop", "trainer.engine.embedded", "trainer.run.check_models"):
+    for module in ("trainer.rl.loop", "trainer.engine.embedded", "trainer.run.model_facts"):
         monkeypatch.setattr(f"{module}.load_tokenizer", lambda *_, **__: tokenizer)
 
 
@@ -378,7 +378,7 @@ def test_failed_trajectories_stay_and_an_iteration_of_nothing_else_ends_the_run(
 def test_groups_without_variance_are_dropped_and_others_sampled_in_their_place(
     tmp_path, model, monkeypatch
 ):
-    monkeypatch.setattr("trainer.rl.collector.DROPPED_IN_A_ROW", 3)
+    monkeypatch.setattr("trainer.rl.groups.DROPPED_IN_A_ROW", 3)
     tasks = tmp_path / "tasks.jsonl"
     lines = [{"prompt": "Go.", "instance_id": f"t{i}", "constant": i < 3} for i in range(6)]
     drops = {"drop_zero_variance_groups": True}

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.generation.tasks import Task
+from pipelines.generation.tasks import Task, endless_tasks
 from rollout_io.cli.main import run as command
 from schemas.errors import RolloutError
 from tests.conftest import ROOT
@@ -19,7 +19,6 @@ from tests.helpers.configs import rl_config
 from tests.helpers.rl_helpers import config_of
 from trainer.batches.forest import RowLimit
 from trainer.rl import load_rl_config
-from trainer.rl.collector import endless_tasks
 from trainer.rl.groups import num_allowed, place
 from trainer.rl.learning import check_lengths
 
@@ -169,7 +168,7 @@ def test_every_table_below_evaluate_is_a_set_with_the_keys_of_all_sets(tmp_path)
     assert planned["sums"].env_config == {"url": "u"}
     assert {p.top_k for p in planned.values()} == {3}
     assert planned["words"].out == "run/evaluations/words/iteration_00003"
-    assert [config.evaluates(version) for version in range(4)] == [True, False, True, True]
+    assert [config.is_evaluation_due(version) for version in range(4)] == [True, False, True, True]
     assert config.resolved()["evaluate"]["words"]["tasks"] == "words.jsonl"
     assert load(tmp_path).evaluations(0) == {}
 

@@ -81,7 +81,7 @@ def test_pass_at_n_counts_the_draws_of_n_attempts_that_hold_a_correct_one(tmp_pa
 
 @pytest.fixture
 def _one_loading(monkeypatch, tokenizer):
-    for module in ("trainer.rl.loop", "trainer.engine.embedded", "trainer.run.check_models"):
+    for module in ("trainer.rl.loop", "trainer.engine.embedded", "trainer.run.model_facts"):
         monkeypatch.setattr(f"{module}.load_tokenizer", lambda *_, **__: tokenizer)
 
 

@@ -22,7 +22,7 @@ from trainer.algorithms.advantages import grpo
 from trainer.algorithms.kl import adapted_kl_coef
 from trainer.batches.plan import make_plan
 from trainer.config.sections import BatchConfig
-from trainer.run.batch_advantages import next_coef, subtract_kl
+from trainer.run.batch_advantages import next_kl_coef, subtract_kl
 
 REWARDS = (1.0, 0.0, 0.5)
 
@@ -76,12 +76,12 @@ def test_token_by_token_each_reward_is_less_by_its_own(layout, dataset):
 def test_the_coefficient_is_fixed_or_follows_the_target(dataset):
     batch, _, metrics = charged(dataset, "merge")
     fixed = train_config(dataset="d", model="m", out="o", kl_reward_coef=0.5)
-    assert next_coef(0.5, metrics, batch, fixed.loss) == 0.5
+    assert next_kl_coef(0.5, metrics, batch, fixed.loss) == 0.5
     adaptive = train_config(
         dataset="d", model="m", out="o", kl_reward_coef=0.5, kl_ctrl_type="adaptive", kl_horizon=10
     )
     expected = 0.5 * (1 + max(metrics["loss/avg_kl"] / 0.1 - 1, -0.2) * 6 / 10)
-    assert next_coef(0.5, metrics, batch, adaptive.loss) == pytest.approx(expected)
+    assert next_kl_coef(0.5, metrics, batch, adaptive.loss) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "reinforce++", "gae"])

@@ -23,8 +23,8 @@ from trainer.cli.train import plan_text
 from trainer.models.policy import row_limit
 from trainer.reports.dry_run import dry_run
 from trainer.rl.learning import Learning
-from trainer.run.check_dataset import cut_rows
 from trainer.run.checkpoint import latest_checkpoint
+from trainer.run.dataset_facts import cut_rows
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ PROGRAM = """
 import os
 import polars as pl
 from trainer.distributed.meeting import together
-from trainer.distributed.sending import once_here
+from trainer.distributed.meeting import once_here
 
 calls = []
 

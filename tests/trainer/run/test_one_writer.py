@@ -14,7 +14,7 @@ from schemas.errors import RolloutError
 from tests.helpers.configs import train_config
 from tests.helpers.rl_helpers import HERE, config_of, save_model, write_tasks
 from trainer import rl
-from trainer.engine.open_engine import open_engine
+from trainer.engine import open_engine
 
 
 @pytest.fixture(scope="module")

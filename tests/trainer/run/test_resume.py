@@ -33,15 +33,14 @@ from trainer import update as updates
 from trainer.batch import index_rows
 from trainer.config.sections import AdvantageConfig, BatchConfig
 from trainer.run.directory import alone_in
-from trainer.run.resume import find_checkpoint
-from trainer.run.state import (
-    Position,
-    Progress,
+from trainer.run.resume import (
+    find_checkpoint,
     load_progress,
     optimizer_tensors,
     restore,
     save_state,
 )
+from trainer.run.run import Position, Progress
 from trainer.training import Stop
 
 

@@ -11,8 +11,8 @@ from schemas.errors import RolloutError
 from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import group_rows, save_tiny_model, write_dataset
 from tests.trainer.run.test_start_processes import launched, lines_of
-from trainer.distributed import launch
-from trainer.distributed.launch import make_accelerator
+from trainer.distributed import accelerator as launching
+from trainer.distributed.accelerator import make_accelerator
 from trainer.training import train
 
 SAMPLED = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
@@ -21,11 +21,11 @@ SAMPLED = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
 @pytest.fixture
 def alone():
     """Other tests' state of Accelerate is put away."""
-    made, kept = list(launch._MADE), dict(AcceleratorState._shared_state)
-    launch._MADE.clear()
+    made, kept = list(launching._MADE), dict(AcceleratorState._shared_state)
+    launching._MADE.clear()
     AcceleratorState._reset_state()
     yield
-    launch._MADE[:] = made
+    launching._MADE[:] = made
     AcceleratorState._reset_state()
     AcceleratorState._shared_state.update(kept)
 

@@ -14,9 +14,9 @@ from schemas.errors import ConfigError, InputError
 from tests.helpers.configs import train_config
 from tests.helpers.rl_helpers import as_toml, config_of, lines_of, save_model
 from tests.helpers.trainer_helpers import group_rows, save_tiny_model, write_dataset
-from trainer.cli.options import in_processes
+from trainer.cli import in_processes
 from trainer.distributed import spawn
-from trainer.distributed.launch import make_accelerator
+from trainer.distributed.accelerator import make_accelerator
 from trainer.distributed.processes import STARTER, STORE
 
 NIGHTLY = pytest.mark.nightly

@@ -34,8 +34,9 @@ from tests.trainer.algorithms.test_advantages_critic import (
     tiny_critic,
 )
 from trainer.loss import critic_values, policy_logprobs
+from trainer.models.layers import recompute_layers
 from trainer.models.lora import add_adapter
-from trainer.run.batch_advantages import estimate
+from trainer.run.batch_advantages import estimate_advantages
 from trainer.update import update_critic
 
 ESTIMATORS = ("grpo", "rloo", "maxrl", "reinforce++", "gae")
@@ -56,7 +57,7 @@ def check_layouts_agree(family, config, seed, budget, scope):
         forests = mini_batch_of(batch, **how).forests
         learner, critic = run_of(POLICY, **config), run_of_critic(CRITIC)
         values = critic_values(critic, batch, forests)
-        estimates = estimate(
+        estimates = estimate_advantages(
             Accelerator(), dataclasses.replace(batch, values=values), config_of(**config).advantage
         )
         if estimates.value_targets is not None:
@@ -139,7 +140,7 @@ def test_the_critics_gradient_is_that_of_steps(family, budget, seed):
         critic = tiny_critic()
         learner = run_of_critic(critic, max_grad_norm=1e9, critic_learning_rate=1e-30)
         values = critic_values(learner, batch, forests)
-        targets = estimate(
+        targets = estimate_advantages(
             Accelerator(), dataclasses.replace(batch, values=values), config.advantage
         ).value_targets
         assert targets is not None
@@ -167,7 +168,7 @@ def adapted():
 
 def recomputing():
     policy = tiny_policy(chunk=3)
-    policy.checkpoint_layers()
+    recompute_layers(policy.model)
     return policy
 
 

@@ -24,6 +24,7 @@ from tests.helpers.trainer_helpers import (
     update_with,
 )
 from trainer.loss import policy_logprobs
+from trainer.models.layers import recompute_layers
 
 
 def random_values(rows, seed):
@@ -82,7 +83,7 @@ def test_packing_order_and_recomputed_layers_change_nothing():
     order = rng.permutation(6)
     shuffled = {name: [found[i] for i in order] for name, found in values.items()}
     policy, batch = tiny_policy(chunk=3), make_batch([rows[i] for i in order], **shuffled)
-    policy.checkpoint_layers()
+    recompute_layers(policy.model)
     found = gradient_of_update(policy, batch, budget=20, corrects=True)
     assert relative_difference(found, reference) < 1e-4
 

@@ -24,7 +24,7 @@ from rollout_io.dataset.filesystems import whole
 from schemas.errors import InputError, RolloutError, count
 from schemas.metadata import LogprobsMode
 from schemas.records import AUDIT, NO_FAULT, VERDICT_COLUMNS
-from trainer.distributed.sharding import is_sharded
+from trainer.distributed.accelerator import is_sharded
 from trainer.forensics.audit.explanations import PromptVariants, Search
 from trainer.forensics.audit.hypotheses import (
     Fit,

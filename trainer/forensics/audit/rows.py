@@ -14,9 +14,8 @@ import polars as pl
 import pipelines
 from pipelines.frames import ROUTING
 from pipelines.merging.merge import VERSIONS, split_versions
-from pipelines.sampling_defaults import COLUMNS, NEUTRAL, SamplingDefaults
-from rollout_io.dataset.versions import with_stored_digest
-from rollout_io.formats.parsing.bodies import sampling_extra_of
+from pipelines.sampling_defaults import COLUMNS, NEUTRAL, SamplingDefaults, sampling_extra_of
+from rollout_io.dataset.trajectory_facts import with_stored_digest
 from schemas.columns import PICTURES, arrow_schema
 from schemas.metadata import DatasetMetadata, LogprobsMode
 from schemas.ragged import BoolArray, IntArray, Ragged, ranges

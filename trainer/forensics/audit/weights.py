@@ -22,9 +22,9 @@ from schemas.rules import fix_of
 from trainer.batches.forest import chain_forests, chain_lengths
 from trainer.batches.tree import Trie, make_trie, tree_forests
 from trainer.config.sections import ModelConfig
+from trainer.config.train_config import check_model_directory
 from trainer.forensics.audit.rows import KEYS, AuditRows
 from trainer.forensics.audit.scores import TokenScores, concatenate, score_tokens
-from trainer.models.directory import check_model_directory
 from trainer.models.lora import CONFIG, add_adapter
 from trainer.models.policy import Policy, hidden_before_targets, load_policy
 from trainer.models.router_replay import replayed

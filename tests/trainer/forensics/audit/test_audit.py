@@ -13,7 +13,7 @@ import torch
 import rollout_io
 from pipelines.generation.engines.base import Sampling
 from rollout_io.cli.main import run
-from rollout_io.dataset.versions import with_stored_digest
+from rollout_io.dataset.trajectory_facts import with_stored_digest
 from schemas.errors import RolloutError
 from schemas.records import NO_FAULT
 from tests.helpers.audit_helpers import Request, prompt_of, row, sample, save_versions, tiny_models

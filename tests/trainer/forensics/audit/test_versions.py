@@ -5,7 +5,7 @@ import polars as pl
 import torch
 
 import rollout_io
-from rollout_io.dataset.versions import with_stored_digest
+from rollout_io.dataset.trajectory_facts import with_stored_digest
 from tests.helpers.audit_helpers import Request, prompt_of, row, sample, save_versions, tiny_models
 from tests.helpers.trainer_helpers import write_dataset
 from trainer.forensics.audit.audit import run_audit

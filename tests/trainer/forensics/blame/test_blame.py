@@ -24,7 +24,7 @@ from tests.helpers.trainer_helpers import (
     write_dataset,
 )
 from tests.helpers.view_helpers import Asked
-from trainer.cli.blame import blame as verb
+from trainer.cli.forensics import blame as verb
 from trainer.forensics.blame import blame, finding
 
 SETTINGS: dict[str, Any] = {

@@ -26,7 +26,7 @@ from tests.helpers.trainer_helpers import (
 )
 from trainer.batch import Batch
 from trainer.forensics import row_gradients as found
-from trainer.models.layers import compile_layers
+from trainer.models.layers import compile_layers, recompute_layers
 from trainer.run.run import Run
 
 
@@ -138,7 +138,7 @@ def test_recomputed_layers_change_nothing() -> None:
     batch = some_batch(some_rows())
     policy = tiny_policy()
     plain, _ = rows_of(run_of(policy), batch, 20).gradients()
-    policy.checkpoint_layers()
+    recompute_layers(policy.model)
     recomputed, _ = rows_of(run_of(policy), batch, 20).gradients()
     np.testing.assert_allclose(recomputed, plain, rtol=1e-5)
 

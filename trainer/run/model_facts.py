@@ -1,7 +1,9 @@
-"""Check the models of a run against its dataset: tokenizers, pictures and recorded experts (R3)."""
+"""What `trainer.checks` needs to know of models: tokenizers, pictures, recorded experts, and files."""
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import json
 from functools import cache
 from logging import WARNING
@@ -24,9 +26,10 @@ from schemas.errors import InputError
 from schemas.metadata import DatasetMetadata
 from trainer import checks
 from trainer.batches.pictures import PictureReader, prepare
-from trainer.checks import Rule
-from trainer.config.train_config import TrainConfig
-from trainer.distributed.sharding import is_sharded
+from trainer.config.train_config import TrainConfig, uses
+from trainer.distributed.accelerator import is_sharded
+from trainer.distributed.meeting import machines
+from trainer.distributed.processes import is_first_here
 from trainer.models.layers import plain_layers
 from trainer.models.pictures import num_features, shows_pictures
 from trainer.models.policy import load_policy
@@ -81,7 +84,7 @@ def check_tokenizers(
                 "model": path,
                 "fingerprint": tokenizer.fingerprint,
             }
-            checks.refuse(pl.DataFrame([facts]), checks.TOKENIZERS, config)
+            checks.refuse(pl.DataFrame([facts]), [checks.TOKENIZER], config)
             text = f"the tokenizer of {path} differs from the dataset's ({facts['tokenizer']})"
             remarks.append(Remark(text, WARNING))
         elif path == config.model.path and notes_match:
@@ -158,32 +161,6 @@ PROBE = (64, 48)
 NUM_LOGITS = 256
 """Targets of a check whose logits are in memory at once."""
 
-PICTURES = (
-    Rule(
-        "picture_model",
-        pl.col("has_pictures") & ~pl.col("sees"),
-        pl.format("it shows a picture, but the {} has no encoder of pictures", "model"),
-    ),
-    Rule(
-        "picture_unknown",
-        pl.col("has_unknown"),
-        "a picture has no sha256, start or length, so what the model saw is unknown",
-    ),
-    Rule(
-        "picture_tokens",
-        pl.col("num_outside") > 0,
-        pl.format("{} placeholders of pictures are at no picture", "num_outside"),
-        "placeholders only where `pictures` has one",
-    ),
-    Rule(
-        "picture_tokens",
-        pl.col("trains_picture"),
-        "loss_mask is true at a token of a picture",
-        "false: pictures are not sampled",
-    ),
-)
-"""Rules of rows, with the facts of `trainer.batches.pictures.picture_facts` and of a model."""
-
 
 def open_pictures(run: Run, rows: pl.DataFrame) -> PictureReader | None:
     """Check the pictures of rows to train on, and return what reads them; None: none are shown.
@@ -203,7 +180,7 @@ def open_pictures(run: Run, rows: pl.DataFrame) -> PictureReader | None:
         return None
     for role, model in run.models.items():
         seen = facts.with_columns(model=pl.lit(role), sees=pl.lit(shows_pictures(model)))
-        checks.refuse(seen, PICTURES, config)
+        checks.refuse(seen, checks.PICTURES, config)
     reader = PictureReader(config.model.path, stores_of(config.data.dataset))
     policy, path = run.whole_policy, config.model.path
     if isinstance(next(policy.parameters()), FakeTensor):  # its weights have no values
@@ -345,3 +322,42 @@ def _free_tokens(rows: pl.DataFrame) -> str:
         f"{free} of {tokens.sum()} tokens to forward have no recorded experts"
         " (rollout_expert_indices): the model chooses their experts"
     )
+
+
+def model_digests(config: TrainConfig) -> dict[str, Any]:
+    """Hash the models' directories and the files of the user's functions, by key of the configuration.
+
+    Empty on a single machine, and in all but one process of each machine, because it reads all
+    weights (about 1 s per GB).
+    """
+    if len(set(machines())) == 1 or not is_first_here():
+        return {}
+    models = {
+        "model.path": config.model.path,
+        "model.critic_model": config.model.critic_model,
+        "loss.reference_model": config.loss.reference_model,
+    }
+    functions = {
+        key: inspect.getfile(inspect.unwrap(one.function))
+        for key, one in uses(config).items()
+        if one.location
+    }
+    digests = dict[str, Any]()
+    for key, path in (models | functions).items():
+        if path:
+            files = _files(Path(path))
+            digests |= {f"{key}: {name}": _digest(file) for name, file in files.items()}
+            digests[f"{key}: number of files"] = len(files)
+    return digests
+
+
+def _files(path: Path) -> dict[str, Path]:
+    if not path.is_dir():
+        return {path.name: path}
+    files = {str(file.relative_to(path)): file for file in sorted(path.rglob("*"))}
+    return {name: file for name, file in files.items() if file.is_file() and name[0] != "."}
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Check the dataset of a run with the rules of `trainer.checks`, and note what a user should know."""
+"""What `trainer.checks` needs to know of a dataset, and notes about it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,14 @@ import polars as pl
 
 import rollout_io
 from pipelines.rewards import with_version
-from pipelines.sampling_defaults import COLUMNS, FILE, NEUTRAL, missing_columns, sampling_defaults
-from rollout_io.formats.parsing.bodies import sampling_extra_of
+from pipelines.sampling_defaults import (
+    COLUMNS,
+    FILE,
+    NEUTRAL,
+    missing_columns,
+    sampling_defaults,
+    sampling_extra_of,
+)
 from schemas.errors import count
 from trainer import checks
 from trainer.batches.forest import RowLimit
@@ -18,10 +24,61 @@ from trainer.batches.pictures import PictureReader
 from trainer.batches.plan import Plan
 from trainer.config.train_config import TrainConfig
 from trainer.models.policy import Policy
-from trainer.run.check_models import check_replay, open_pictures
 from trainer.run.messages import Remark
+from trainer.run.model_facts import check_replay, open_pictures
 from trainer.run.run import Run
 from trainer.run.warnings import warnings_before
+
+
+def check_dataset(
+    run: Run, index: pl.DataFrame, plan: Plan, *, must_learn: bool
+) -> tuple[bool, PictureReader | None, dict[str, Remark]]:
+    """Check every row of a run's dataset, indexed by `trainer.batch.index_rows`.
+
+    With `must_learn`, a dataset from which nothing can be learned is rejected.
+
+    Returns:
+        Whether importance weights and masks apply, what reads the pictures to show, and notes and
+        warnings by subject.
+
+    Raises:
+        RolloutError: A row cannot be trained on as configured.
+    """
+    config, size, limit = run.config, run.vocab_size, run.row_limit
+    rows = check_rows(index, plan, config, vocab_size=size, limit=limit, must_learn=must_learn)
+    remarks = dict[str, Remark]()
+    if num_greedy := num_greedy_rows(index, plan):
+        text = (
+            f"{count(num_greedy, 'row')} sampled at temperature 0 will be excluded from training:"
+        )
+        remarks["greedy"] = Remark(f"{text} greedy samples have no gradient", WARNING)
+    if rows.is_empty():
+        return config.loss.corrects_for_sampler, None, remarks
+    pictures = open_pictures(run, rows)
+    # As stored: `run.rollouts` has the columns that `data.sampling_defaults` fills in.
+    rollouts = rollout_io.scan(config.data.dataset)
+    metadata = rollout_io.read_metadata(config.data.dataset)
+    if "sampling_extra" not in rollouts.collect_schema():
+        extra = pl.lit(sampling_extra_of(metadata.made_by), pl.String)
+        rows = rows.with_columns(pl.col("sampling_extra").fill_null(extra))
+    if unknown := check_sampling(rows, config):
+        remarks["sampling"] = Remark(f"note: {unknown}")
+    corrects = corrects_for_sampler(rows, config, metadata.logprobs_mode)
+    if config.loss.corrects_for_sampler and not corrects:
+        text = "note: importance correction (tis_ratio_type) is off, because the dataset has no"
+        remarks["corrects"] = Remark(f"{text} rollout_logprobs")
+    replaying = {config.model.path: run.whole_policy.model}  # the critic uses no recorded experts
+    if isinstance(run.reference, Policy):
+        replaying[config.loss.reference_model or config.model.path] = run.reference.model
+    if routing := check_replay(rollouts, replaying, rows, config):
+        remarks["routing"] = Remark(routing, WARNING)
+    if most := config.batch.max_row_tokens:
+        cut, lost, larger = cut_rows(rows, most, limit.num_tokens)
+        remarks |= {"truncated_rows": Remark(f"note: {cut}")} if cut else {}
+        remarks |= {"cut_rows": Remark(f"{lost}\nHint: {larger}", WARNING)} if lost else {}
+    texts = warnings_before(rows, plan, config)
+    remarks |= {name: Remark(text, WARNING) for name, text in texts.items()}
+    return corrects, pictures, remarks
 
 
 def check_rows(
@@ -59,7 +116,6 @@ def check_rows(
 
 
 def _facts(rows: pl.DataFrame, plan: Plan, config: TrainConfig, limit: RowLimit) -> pl.DataFrame:
-    """Return one row about the rows to train on."""
     most = config.batch.max_row_tokens
     _, lost, longer = cut_rows(rows, most, limit.num_tokens) if most and len(rows) else ("",) * 3
     return rows.select(
@@ -151,57 +207,6 @@ def corrects_for_sampler(
     facts = pl.DataFrame({"name": config.data.dataset, "needing": setting})
     checks.refuse(facts, [checks.WITHOUT_LOGPROBS], config)
     return False
-
-
-def check_dataset(
-    run: Run, index: pl.DataFrame, plan: Plan, *, must_learn: bool
-) -> tuple[bool, PictureReader | None, dict[str, Remark]]:
-    """Check every row of a run's dataset, indexed by `trainer.batch.index_rows`.
-
-    With `must_learn`, a dataset from which nothing can be learned is rejected.
-
-    Returns:
-        Whether importance weights and masks apply, what reads the pictures to show, and notes and
-        warnings by subject.
-
-    Raises:
-        RolloutError: A row cannot be trained on as configured.
-    """
-    config, size, limit = run.config, run.vocab_size, run.limit
-    rows = check_rows(index, plan, config, vocab_size=size, limit=limit, must_learn=must_learn)
-    remarks = dict[str, Remark]()
-    if num_greedy := num_greedy_rows(index, plan):
-        text = (
-            f"{count(num_greedy, 'row')} sampled at temperature 0 will be excluded from training:"
-        )
-        remarks["greedy"] = Remark(f"{text} greedy samples have no gradient", WARNING)
-    if rows.is_empty():
-        return config.loss.corrects_for_sampler, None, remarks
-    pictures = open_pictures(run, rows)
-    # As stored: `run.rollouts` has the columns that `data.sampling_defaults` fills in.
-    rollouts = rollout_io.scan(config.data.dataset)
-    metadata = rollout_io.read_metadata(config.data.dataset)
-    if "sampling_extra" not in rollouts.collect_schema():
-        extra = pl.lit(sampling_extra_of(metadata.made_by), pl.String)
-        rows = rows.with_columns(pl.col("sampling_extra").fill_null(extra))
-    if unknown := check_sampling(rows, config):
-        remarks["sampling"] = Remark(f"note: {unknown}")
-    corrects = corrects_for_sampler(rows, config, metadata.logprobs_mode)
-    if config.loss.corrects_for_sampler and not corrects:
-        text = "note: importance correction (tis_ratio_type) is off, because the dataset has no"
-        remarks["corrects"] = Remark(f"{text} rollout_logprobs")
-    replaying = {config.model.path: run.whole_policy.model}  # the critic uses no recorded experts
-    if isinstance(run.reference, Policy):
-        replaying[config.loss.reference_model or config.model.path] = run.reference.model
-    if routing := check_replay(rollouts, replaying, rows, config):
-        remarks["routing"] = Remark(routing, WARNING)
-    if most := config.batch.max_row_tokens:
-        cut, lost, larger = cut_rows(rows, most, limit.num_tokens)
-        remarks |= {"truncated_rows": Remark(f"note: {cut}")} if cut else {}
-        remarks |= {"cut_rows": Remark(f"{lost}\nHint: {larger}", WARNING)} if lost else {}
-    texts = warnings_before(rows, plan, config)
-    remarks |= {name: Remark(text, WARNING) for name, text in texts.items()}
-    return corrects, pictures, remarks
 
 
 def cut_rows(rows: pl.DataFrame, most: int, limit: int) -> tuple[str, str, str]:
