@@ -12,12 +12,20 @@ from contextlib import closing
 
 SURROGATES = re.compile("[\ud800-\udfff]")
 PROGRAMS = {
+    "cline": ["result missing"],
     "goose": ["(empty result)"],
+    "kimi_cli": [
+        "<system>Tool output is empty.</system>",
+        "<system>ERROR: Tool execution failed.</system>",
+        "Tool execution was interrupted before its result was recorded. "
+        "Do not assume the tool completed successfully.",
+    ],
     "opencode": [
         "What did we do so far?",
         "The following tool was executed by the user",
         "[Tool execution was interrupted]",
     ],
+    "pi": ["No result provided"],
 }
 SAID = (
     "chats",

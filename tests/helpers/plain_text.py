@@ -103,7 +103,20 @@ def _hermes(rows):
     if not isinstance(prompt, str | None):
         raise NotCompared
     system = [{"role": "system", "content": prompt}] if prompt else []
-    return conversation([*system, *record["messages"]], number(record.get("score")))
+    sent = [_sent_by_hermes(m) for m in record["messages"] if m.get("role") in HERMES_ROLES]
+    sent = [m for m in sent if m["role"] != "assistant" or any(map(m.get, SAYS))]
+    return conversation([*system, *sent], number(record.get("score")))
+
+
+HERMES_ROLES = {"system", "user", "assistant", "tool", "function", "developer"}
+SAYS = ("content", "tool_calls", "reasoning", "reasoning_content")
+
+
+def _sent_by_hermes(message):
+    """Text without the space around it, but for the model's."""
+    content = message.get("content")
+    is_text = isinstance(content, str) and message["role"] != "assistant"
+    return message | {"content": content.strip()} if is_text else message
 
 
 def _mini_swe_agent(rows):
@@ -119,7 +132,7 @@ def texts_of(given, role):
 
 def _prime_hosted(rows):
     source = rows[0]["source"]
-    if source.endswith("]"):
+    if ", samples[" in source:
         row = document_at(source.rpartition(", samples[")[0])["samples"][
             int(source.rpartition("[")[2][:-1])
         ]

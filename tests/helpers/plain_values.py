@@ -80,10 +80,11 @@ def number(value):
     return None if value is None else float(value)
 
 
-def record_at(source, pattern=r"(.*):(\d+)(?:, .*)?"):
-    """The JSON line that a source names, and the path of its file."""
-    path, line = re.fullmatch(pattern, source, re.DOTALL).groups()
-    return json.loads(Path(path).read_bytes().split(b"\n")[int(line) - 1]), path
+def record_at(source, pattern=r"(.*):(\d+)(?:\[(\d+)\])?(?:, .*)?"):
+    """The JSON line that a source names, or the element of its list, and the path of its file."""
+    path, line, *element = re.fullmatch(pattern, source, re.DOTALL).groups()
+    record = json.loads(Path(path).read_bytes().split(b"\n")[int(line) - 1])
+    return record[int(element[0])] if element and element[0] else record, path
 
 
 def all_lines(path):

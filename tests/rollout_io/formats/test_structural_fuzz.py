@@ -111,7 +111,7 @@ def check_no_line_is_lost(path, num_records, rejected):
     assert num_records == len(lines)
     places = [line["source"] for line in rejected]
     assert len(set(places)) == len(places)
-    named = {int(place.rpartition(":")[2]) for place in places}
+    named = {int(place.rpartition(":")[2].partition("[")[0]) for place in places}
     assert named <= set(lines)
 
 
