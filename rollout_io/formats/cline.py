@@ -26,7 +26,7 @@ Lists have no system prompt; no log has tool definitions, a reward or token ids.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from math import inf
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,7 +35,7 @@ import msgspec
 
 from rollout_io.dataset.opening import read_input
 from rollout_io.formats.base import Options, Place, Run, Trajectory, note
-from rollout_io.formats.cline_requests import Marks, Task
+from rollout_io.formats.cline_requests import SENDS, Marks, Task
 from rollout_io.formats.contexts import Contexts
 from rollout_io.formats.dialects import frameworks, responses
 from rollout_io.formats.engines.records import Records, joined
@@ -45,6 +45,7 @@ from rollout_io.formats.parsing.content import Message, bad_message, raw_of
 from rollout_io.formats.parsing.jsonl import decode_document, decode_line
 from rollout_io.formats.parsing.messages import MESSAGE, PARTS, read_messages
 from rollout_io.formats.parsing.records import read_record
+from rollout_io.formats.requests import Sends
 
 _PARTS = PARTS.plus(
     reads={
@@ -90,7 +91,7 @@ SHORTENED = (
 )
 _MAX_RESULT, _MAX_FILE = 8_000, 50_000
 _CUT = "\n\n...[truncated {} chars]...\n\n"
-_INTERRUPTED = "Tool execution was interrupted before a result was produced."
+_SENDS = Sends(missing="Tool execution was interrupted before a result was produced.")
 
 
 _ROO_VERSION = 2
@@ -153,6 +154,7 @@ def _say(document: _Document, place: Place, log: Contexts) -> None:
         decode_line(_MARKS, bytes(message), f"{place.where}, messages[{number}]")
         for number, message in enumerate(document.messages)
     ]
+    log.sends = SENDS if document.session_id is None else _SENDS
     task, thought, changed = Task(log, marks), "", _changed(document, place)
     compaction = _compaction(document, place)
     for number, message in enumerate(document.messages):
@@ -167,14 +169,13 @@ def _say(document: _Document, place: Place, log: Contexts) -> None:
         elif document.is_roo and mark.is_reasoning:
             items = responses.messages([fields], where)
             thought += "".join(item.get("reasoning_content", "") for item in items)
-        elif document.session_id is not None:
-            sent = _sent(message, fields) if mark.role == "user" else message
-            pieces = task.closed(number, read_messages([sent], where), where, _INTERRUPTED)
+        elif document.is_roo:
+            pieces = frameworks.messages([fields], where)
         else:
-            if not document.is_roo and _is_thought(fields):
-                log.unsent_thoughts = UNSENT
-            reads = frameworks.messages if document.is_roo else _plain
-            pieces = task.joined(number, fields, where, reads)
+            if document.session_id is None and _is_thought(fields):
+                log.sends = log.sends._replace(unsent_thoughts=UNSENT)
+            is_changed = document.session_id is not None and mark.role == "user"
+            pieces = read_messages([_sent(message, fields) if is_changed else message], where)
         if thought and pieces and pieces[0]["role"] == "assistant":
             pieces[0].setdefault("reasoning_content", thought)
             thought = ""
@@ -219,10 +220,6 @@ def _changed(document: _Document, place: Place) -> float:
     history = decode_document(_UPDATES, read_input(path), str(path))
     times = [update[0] for _, (_, blocks) in history for _, updates in blocks for update in updates]
     return min(times, default=inf)
-
-
-def _plain(messages: Iterable[Mapping[str, Any]], where: str) -> list[Message]:
-    return read_messages(map(raw_of, messages), where)
 
 
 def _is_thought(fields: Mapping[str, Any]) -> bool:

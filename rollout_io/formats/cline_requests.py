@@ -16,7 +16,7 @@ until version 3, `sdk/packages/core/src/session/services/message-builder.ts` sin
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ import msgspec
 from rollout_io.formats.base import note
 from rollout_io.formats.contexts import SUMMARIES, Contexts
 from rollout_io.formats.parsing.content import Message
+from rollout_io.formats.requests import Sends
 
 UNCLEAR = (
     "answers near a summary or a truncation, whose context is not in the log: part of the prompt"
@@ -38,7 +39,7 @@ _NUM_UNCLEAR = 2
 _WRITTEN = re.compile(
     r"\[Response interrupted by [^\]]*\]\s*\Z|\AFailure: I did not provide a response\.\Z"
 )
-_MISSING = "result missing"
+SENDS = Sends({"user": "\n"}, missing="result missing")
 
 
 class _Facts(msgspec.Struct, gc=False, rename="camel"):
@@ -82,7 +83,7 @@ class Marks(msgspec.Struct, gc=False, rename="camel"):
 
 @dataclass
 class Task:
-    """Says the messages of a task as they are sent.
+    """Says the messages of a task in the contexts that Cline and Roo make of them.
 
     A summary, or the mark of a truncation, may stand before messages that were said before it was
     written: it takes effect behind the last of these.
@@ -90,13 +91,10 @@ class Task:
     Attributes:
         log: Contexts of the task.
         marks: What Roo says about each message.
-        numbers: Number of the message of each node, by its key.
+        numbers: Number of each message, by its location.
         changes: Numbers of the marks that take effect behind a message, by its number.
         unclear: Numbers of the messages whose context is not known.
         held: Messages of the marks that have not taken effect, and their locations.
-        user: Content of the user's message at the tip, which a further one continues.
-        is_joined: True while such a one is read.
-        is_condensed: True if a summary is sent.
     """
 
     log: Contexts
@@ -105,9 +103,6 @@ class Task:
     changes: dict[int, list[int]] = field(default_factory=dict)
     unclear: set[int] = field(default_factory=set)
     held: dict[int, tuple[list[Message], str]] = field(default_factory=dict)
-    user: list[Any] | None = None
-    is_joined: bool = False
-    is_condensed: bool = False
 
     def __post_init__(self) -> None:
         self.unclear |= {number for number, mark in enumerate(self.marks) if mark.is_kept}
@@ -136,74 +131,25 @@ class Task:
         behind = [i for i in range(number + 1, len(self.marks)) if not self.marks[i].is_mark]
         return [number, *behind[:count]][-1]
 
-    def closed(self, number: int, pieces: list[Message], where: str, text: str) -> list[Message]:
-        """Say the results of a message, and those that are missing; return the rest of it."""
-        results = [piece for piece in pieces if piece["role"] == "tool"]
-        if len(results) == len(pieces):
-            return pieces
-        if results:
-            self.numbers[self.log.say(results, where, f"{where} results").key] = number
-        self.log.close_calls(text, where)
-        node = self.log.tip
-        while node is not None and node.key not in self.numbers:
-            self.numbers[node.key] = number
-            node = node.before
-        return [piece for piece in pieces if piece["role"] != "tool"]
-
-    def joined(
-        self,
-        number: int,
-        fields: dict[str, Any],
-        where: str,
-        reads: Callable[[list[dict[str, Any]], str], list[Message]],
-    ) -> list[Message]:
-        """Read a message; the user's takes the place of the one that it continues."""
-        mark = self.marks[number]
-        content = fields.get("content")
-        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        if mark.role != "user" or not isinstance(blocks, list):
-            self.user = None
-            return reads([fields], where)
-        self.is_joined = self.user is not None and not mark.is_mark
-        blocks = [*(self.user or ()), *blocks] if self.is_joined else blocks
-        self.user = None if mark.is_truncation_marker else blocks
-        pieces = reads([fields | {"content": blocks}], where)
-        return pieces if self.is_joined else self.closed(number, pieces, where, _MISSING)
-
     def say(self, number: int, pieces: list[Message], where: str) -> None:
         """Say a message, or keep a mark until it takes effect, and let those due take it."""
+        self.numbers[where] = number
         if self.marks[number].is_mark:
             self.held[number] = pieces, where
-        elif pieces := self._answering(pieces):
-            if self.is_joined and self.log.tip is not None:
-                self.log.tip.messages = pieces  # a copy shares the list of its original
-            else:
-                given: bool | str = UNCLEAR if number in self.unclear else False
-                given = given or (WRITTEN if _is_written(pieces[-1]) else False)
-                self.numbers[self.log.say(pieces, where, given=given).key] = number
-        if not pieces:
-            self.user = None
-        self.is_joined = False
+        elif pieces:
+            given: bool | str = UNCLEAR if number in self.unclear else False
+            given = given or (WRITTEN if _is_written(pieces[-1]) else False)
+            self.log.say(pieces, where, given=given)
         for at in self.changes.get(number, ()):
             self._begin(at)
-
-    def _answering(self, pieces: list[Message]) -> list[Message]:
-        """Return messages without results whose calls a summary replaced."""
-        if not self.is_condensed or all(piece["role"] != "tool" for piece in pieces):
-            return pieces
-        said = [message for node in self.log.path() for message in node.messages]
-        calls = {call.get("id") for m in said for call in m.get("tool_calls", ())}
-        sent = [m for m in pieces if m["role"] != "tool" or m.get("tool_call_id") in calls]
-        note(ORPHANS, len(pieces) - len(sent))
-        return sent
 
     def _begin(self, at: int) -> None:
         """Begin the context with a summary, or with the mark of a truncation."""
         mark = self.marks[at]
-        path = [(self.numbers.get(node.key, -1), node) for node in self.log.path()]
+        path = [(self.numbers.get(node.where, -1), node) for node in self.log.path()]
         if mark.is_summary:
             note(SUMMARIES)
-            self.is_condensed = True
+            self.log.sends = self.log.sends._replace(orphans=ORPHANS)
             # Only a summary that is an answer follows the first message.
             is_first = mark.role == "assistant" and path[:1] and path[0][1].role == "user"
             before = [node for _, node in path[:1] if is_first]
@@ -214,10 +160,9 @@ class Task:
             behind = [node for number, node in path if number not in hidden and number > at]
         self.log.replace(before)
         pieces, where = self.held.pop(at)
-        self.numbers[self.log.say(pieces, where, given=True).key] = at
+        # Further messages of the user continue a summary, but not the mark of a truncation.
+        self.log.say(pieces, where, given=True, is_alone=not mark.is_summary)
         self.log.keep(behind)
-        if not behind and not mark.is_summary:
-            self.user = None
 
 
 def _is_written(message: Message) -> bool:

@@ -23,9 +23,9 @@ insert into each request.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,8 @@ from rollout_io.formats.engines.containers import columns_in, opened
 from rollout_io.formats.engines.rows import Rows
 from rollout_io.formats.engines.sessions import Line, Names
 from rollout_io.formats.goose_messages import StoredMessage, is_sent, part_of
-from rollout_io.formats.parsing.content import Part, same_json
+from rollout_io.formats.parsing.content import Message, Part, known, same_json
+from rollout_io.formats.requests import Sends
 
 WRITTEN = "answers that the program wrote after a compaction: part of the prompt"
 REPLACED = "summaries of single calls, which take their place in later prompts: left out"
@@ -51,6 +52,7 @@ UNSENT = "messages of commands, or for the user only, which are not sent: left o
 SPLIT = "calls that are stored one by one with the same time: read as one answer"
 INVERTED = "calls that are stored as later than their results, which later turns may lack: kept"
 _PLACEHOLDER = "unparseable_tool_call"
+_SENDS = Sends({"user": "\n", "assistant": "\n"})
 _FINAL = {"recipe__final_output", "final_output"}
 _TABLES = {"sessions": {"id"}, "messages": {"session_id", "role", "content_json"}}
 
@@ -123,21 +125,16 @@ def identity(_: str, message: bytes) -> str | None:
 
 @dataclass(slots=True)
 class _Entry:
-    """A stored message, or several that are sent as one.
+    """A stored message, or several that are one answer.
 
     Attributes:
-        given: Why the model did not write it; None if it did.
         begins: True if it begins a context.
-        tip: What it follows.
     """
 
     message: StoredMessage
     where: str
     is_copied: bool
     begins: bool = False
-    given: str | None = None
-    parts: list[Part] = field(default_factory=list)
-    tip: Said | None = None
 
     @property
     def kind(self) -> str:
@@ -148,11 +145,25 @@ class _Entry:
 def read(lines: Iterator[Line], log: Contexts) -> None:
     """Read the messages of a session."""
     stored = [_Entry(message, where, log.is_copied) for where, _, message in lines]
-    session = _Session(log, {name for one in stored for name in one.message.ids("toolResponse")})
+    answered = {name for one in stored for name in one.message.ids("toolResponse")}
     _note_inverted(stored)
+    log.sends = _SENDS
     for entry in _joined(_sent(stored)):
-        session.add(entry)
-    session.flush()
+        if entry.begins:
+            note(SUMMARIES)
+            log.replace()
+        sent = [part_of(part, entry.where) for part in entry.message.content]
+        parts = [part for part in sent if part is not None]
+        if all(part.type == "text" and not part.text for part in parts):
+            continue
+        if entry.kind != "assistant":
+            _drop_open_calls(log, answered)
+        given = _given(entry, parts, log.tip)
+        pieces = anthropic.messages_of(entry.message.role, parts, entry.where)
+        log.is_copied = entry.is_copied
+        is_more = entry.kind == "assistant" and log.tip is not None and log.tip.trains
+        where = log.tip.where if is_more and log.tip is not None else entry.where
+        log.say(pieces, where, entry.where, given=given or False, is_alone=entry.kind == "tool")
 
 
 def _note_inverted(stored: Sequence[_Entry]) -> None:
@@ -224,93 +235,44 @@ def _is_split(answer: StoredMessage, after: StoredMessage) -> bool:
     return bool(calls) and is_same and not after.text and thoughts <= before | {None}
 
 
-@dataclass(slots=True)
-class _Session:
-    """What is said of a session.
+def _given(entry: _Entry, parts: Sequence[Part], tip: Said | None) -> str | None:
+    """Return why the model did not write a message behind the tip; None if it did."""
+    if entry.kind != "assistant":
+        return None
+    if entry.message.is_hidden:
+        return WRITTEN
+    names = {part.name for part in parts if part.type == "tool_use"}
+    if _PLACEHOLDER in names:
+        return PLACEHOLDERS
+    answer = tip
+    while answer is not None and answer.role == "tool":
+        answer = answer.before
+    if names or answer is None or answer is tip:
+        return None
+    calls = [call["function"] for m in answer.messages for call in m.get("tool_calls", ())]
+    outputs = [call["arguments"].encode() for call in calls if call["name"] in _FINAL]
+    text = entry.message.text.encode()
+    return REPEATED if any(same_json(text, output) for output in outputs) else None
 
-    Attributes:
-        answered: Ids of the calls that have a result.
-        pending: What may continue.
-        before: What was said before `last`.
-        last: What was said last.
-    """
 
-    log: Contexts
-    answered: set[str | None]
-    pending: _Entry | None = None
-    before: _Entry | None = None
-    last: _Entry | None = None
+def _drop_open_calls(log: Contexts, answered: Collection[str | None]) -> None:
+    """Take calls of the last answer that have no result out of what follows."""
+    answer, node = list[Said](), log.tip
+    while node is not None and node.role == "assistant":
+        answer.insert(0, node)
+        node = node.before
+    calls = [call for one in answer for m in one.messages for call in m.get("tool_calls", ())]
+    if any(call.get("id") not in answered for call in calls):
+        log.rewind(node)
+        log.keep(
+            replace(one, messages=[_without_open_calls(m, answered) for m in one.messages])
+            for one in answer
+        )
 
-    def add(self, entry: _Entry) -> None:
-        """Add a message to the one before, if these are sent as one."""
-        if entry.begins:
-            self.flush()
-            note(SUMMARIES)
-            self.log.replace()
-            self.before = self.last = None
-        sent = [part_of(part, entry.where) for part in entry.message.content]
-        entry.parts = [part for part in sent if part is not None]
-        entry.given = self._given(entry)
-        if not any(part.type != "text" or part.text for part in entry.parts):
-            return
-        one = self.pending
-        if one is None or (one.kind, one.given, one.is_copied) != (
-            entry.kind,
-            entry.given,
-            entry.is_copied,
-        ):
-            self.flush()
-            self.pending = entry
-        else:
-            one.parts += entry.parts
 
-    def _given(self, entry: _Entry) -> str | None:
-        if entry.kind != "assistant":
-            return None
-        if entry.message.is_hidden:
-            return WRITTEN
-        names = {part.name for part in entry.parts if part.type == "tool_use"}
-        if _PLACEHOLDER in names:
-            return PLACEHOLDERS
-        results, answer = self.pending, self.last
-        if names or results is None or results.kind != "tool" or answer is None:
-            return None
-        outputs = [bytes(part.input) for part in answer.parts if part.name in _FINAL]
-        text = entry.message.text.encode()
-        return REPEATED if any(same_json(text, output) for output in outputs) else None
-
-    def flush(self) -> None:
-        """Say what is pending."""
-        entry, self.pending = self.pending, None
-        if entry is None:
-            return
-        self._drop_open_calls(entry)
-        self._say(entry)
-
-    def _drop_open_calls(self, entry: _Entry) -> None:
-        """Take calls of the last answer that have no result out of what follows."""
-        answer, before = self.last, self.before
-        if answer is None or answer.kind != "assistant":
-            return
-        rest = [p for p in answer.parts if p.type != "tool_use" or p.id in self.answered]
-        if len(rest) == len(answer.parts):
-            return
-        self.log.rewind(answer.tip)
-        self.last, self.before = before, None
-        if rest:
-            self._say(replace(answer, parts=rest))
-        elif before is not None and before.kind == entry.kind == "user":
-            self.log.rewind(before.tip)
-            self.last = None
-            entry.parts = [*before.parts, *entry.parts]
-
-    def _say(self, entry: _Entry) -> None:
-        pieces = anthropic.messages_of(entry.message.role, entry.parts, entry.where)
-        self.log.is_copied = entry.is_copied
-        before = self.log.tip
-        self.log.say(pieces, entry.where, given=entry.given or False)
-        entry.tip = before
-        self.before, self.last = self.last, entry
+def _without_open_calls(message: Message, answered: Collection[str | None]) -> Message:
+    calls = [call for call in message.get("tool_calls", ()) if call.get("id") in answered]
+    return known(message | {"tool_calls": calls or None})
 
 
 ADAPTER = Rows(

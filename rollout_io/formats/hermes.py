@@ -22,7 +22,7 @@ active messages alone. The log has no tool definitions, no reward and no token i
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -40,17 +40,19 @@ from rollout_io.formats.engines.records import Records, is_object_with, joined
 from rollout_io.formats.grammar import inner
 from rollout_io.formats.hermes_requests import (
     HERMES_MESSAGE,
+    SENDS,
     THOUGHTS,
     Row,
-    answered,
-    repaired,
+    name_of,
     rows_of,
+    say,
     sends_thoughts,
 )
 from rollout_io.formats.parsing.content import NO_JSON
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.messages import openai_tools
 from rollout_io.formats.parsing.records import read_record
+from rollout_io.formats.requests import Sends
 
 NO_PARENT = (
     "compressed sessions whose parent is not in the log: kept answers are not told from new ones"
@@ -137,12 +139,12 @@ def _parts(rows: Iterable[Row], *, is_continued: bool) -> list[list[Row]]:
 def _is_head(part: Sequence[Row], parts: Sequence[Sequence[Row]]) -> bool:
     """True if the last of some parts is no more than the beginning of the one before it."""
     before = parts[-2][: len(part)] if len(parts) > 1 else []
-    return [row.name for row in part] == [row.name for row in before]
+    return [name_of(row.message) for row in part] == [name_of(row.message) for row in before]
 
 
 def _num_repeated(rows: Sequence[Row]) -> int:
     """Return the largest number of messages at the end that are copies of the first ones."""
-    names = [row.name for row in rows]
+    names = [name_of(row.message) for row in rows]
     sizes = range(len(names) // 2, 0, -1)
     return next((size for size in sizes if names[:size] == names[-size:]), 0)
 
@@ -169,15 +171,15 @@ def _num_inserted(rows: Sequence[Row]) -> int:
     return len(rows) - 1
 
 
-def _num_written(rows: Sequence[Row], before: Sequence[Row], *, is_compressed: bool) -> int:
+def _num_written(rows: Sequence[Row], others: Sequence[Any], *, is_compressed: bool) -> int:
     """Return how many messages a compression or a branch wrote: copies, around a summary.
 
     Args:
         rows: Messages of a session, or of a part of it.
-        before: Messages of what it continues.
+        others: Names of the messages of what it continues.
         is_compressed: True if that ended with a compression.
     """
-    names, others = [row.name for row in rows], [row.name for row in before]
+    names = [name_of(row.message) for row in rows]
     pairs = enumerate(zip(names, others, strict=False))
     num_head = next(
         (i for i, (name, other) in pairs if name != other), min(len(names), len(others))
@@ -207,7 +209,8 @@ def _is_continued(run: Run, parent: Run) -> bool:
         _parts(rows_of(before.messages, ""), is_continued=is_child) or [[]],
         _parts(rows_of(session.messages, ""), is_continued=True) or [[]],
     )
-    return _num_written(first, last, is_compressed=before.end_reason == _COMPRESSION) > 0
+    others = [name_of(row.message) for row in last]
+    return _num_written(first, others, is_compressed=before.end_reason == _COMPRESSION) > 0
 
 
 def read(session: Session, run: Run, _: Options) -> Trajectory:
@@ -217,21 +220,20 @@ def read(session: Session, run: Run, _: Options) -> Trajectory:
         InputError: `message`: there are two system prompts, or an invalid message.
     """
     log = Contexts(tools=openai_tools(session.tools))
-    is_thoughtless = True
-    ends: dict[str, tuple[list[Row], bool]] = {}
+    ends: dict[str, tuple[list[Any], bool]] = {}
     for i, place in enumerate(run.places):
         other = _session(place) if i else session
         rows = rows_of(other.messages, place.where)
         system = system_of(other, (row.message for row in rows), place.where)
         provider, url = other.billing_provider or "", other.billing_base_url or ""
-        if sends_thoughts(provider, url, other.model or "", rows):
-            is_thoughtless = False
-        is_called = any(row.state.finish_reason for row in rows)
+        has_thoughts = sends_thoughts(provider, url, other.model or "", rows)
         parent = other.parent_session_id
         before, is_compressed = ends.get(parent or "", ([], False))
-        for logged in _parts(rows, is_continued=parent is not None):
-            # Hermes stores how each of its calls ended: else another program made the requests.
-            part, live = repaired(answered(logged)) if is_called else (logged, logged)
+        # Hermes stores how each of its calls ended: else another program made the requests.
+        is_called = any(row.state.finish_reason for row in rows)
+        log.sends = SENDS if is_called else Sends()
+        log.sends = log.sends._replace(unsent_thoughts=None if has_thoughts else THOUGHTS)
+        for part in _parts(rows, is_continued=parent is not None):
             num_written = _num_summarized(part)
             if before:
                 num_repeated = _num_written(part, before, is_compressed=is_compressed)
@@ -242,13 +244,10 @@ def read(session: Session, run: Run, _: Options) -> Trajectory:
             note(SUMMARIES, any(row.is_summary for row in part[:num_written]))
             log.replace()
             log.say(system, place.where)
-            for n, row in enumerate(part):
-                if row.back:
-                    log.rewind(log.path()[-row.back].before)
-                log.say([row.message], row.where, given=n < num_written or row.given or False)
-            before, is_compressed = live, True
+            say(part, num_written, log)
+            live = log.sent(log.sends._replace(missing=None))  # what a compression copies
+            before, is_compressed = [*map(name_of, live[len(system) :])], True
         ends[_name(other)] = before, other.end_reason == _COMPRESSION
-    log.unsent_thoughts = THOUGHTS if is_thoughtless else None
     trajectory = trajectory_of(session, run, log.steps())
     totals = dict(trajectory.metrics)
     for place in run.places[1:]:

@@ -8,15 +8,17 @@ after its result was stored.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from rollout_io.formats.base import note
-from rollout_io.formats.parsing.content import Message, known
+from rollout_io.formats.contexts import Contexts
+from rollout_io.formats.parsing.content import Message
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.messages import CALLS, INACTIVE, MESSAGE, read_message
+from rollout_io.formats.requests import Sends
 
 NOT_SENT = "messages with a role that Hermes does not send: left out"
 NOT_SAMPLED = "answers that no call ended (no `finish_reason`): interrupted, or the program's: part of the prompt"
@@ -24,7 +26,13 @@ _ROLES = {"system", "user", "assistant", "tool", "function", "developer"}
 ORPHANS = "results without a call before them, which Hermes does not send: left out"
 UNANSWERED = "calls without a result, for which Hermes sends one"
 ASKED = "answers that the program asked for in words that are not in the log: part of the prompt"
-_NO_RESULT = "[Result unavailable — see context summary above]"
+SENDS = Sends(
+    {"user": "\n\n"},
+    missing="[Result unavailable — see context summary above]",
+    is_missing_first=True,
+    unanswered=UNANSWERED,
+    orphans=ORPHANS,
+)
 _CANDIDATES = {"verification_required", "verify_hook_continue"}
 """Ends of answers that the next one replaces."""
 THOUGHTS = "thoughts that Hermes sends again only to DeepSeek, Kimi and MiMo, before later answers"
@@ -65,7 +73,7 @@ class State(msgspec.Struct, gc=False):
 
     @property
     def is_interim(self) -> bool:
-        """True if the answer is never merged with one beside it."""
+        """True if the API has items of the answer."""
         has_items = bool(self.codex_reasoning_items or self.codex_message_items)
         return has_items or self.finish_reason == "incomplete"
 
@@ -77,7 +85,6 @@ class Row(NamedTuple):
         is_old: True if a later compression took its place.
         state: Its other fields.
         given: Why an answer is part of the prompt; None: it is not.
-        back: How many messages before it are not in the requests after it.
     """
 
     message: Message
@@ -85,7 +92,6 @@ class Row(NamedTuple):
     is_old: bool
     state: State
     given: str | None = None
-    back: int = 0
 
     @property
     def role(self) -> str:
@@ -100,6 +106,12 @@ class Row(NamedTuple):
         return self.role == "assistant" and is_empty and not self.state.is_interim
 
     @property
+    def is_alone(self) -> bool:
+        """True if it is never merged with one beside it."""
+        is_text = isinstance(self.message["content"], str) or self.role == "assistant"
+        return self.is_summary or self.state.is_interim or not is_text
+
+    @property
     def is_summary(self) -> bool:
         """True if a compression wrote it, by what it says at its start."""
         content = self.message["content"]
@@ -109,14 +121,14 @@ class Row(NamedTuple):
         text = "\n".join(parts)
         return text.rpartition(_MERGED)[2].lstrip().startswith(_SUMMARY)
 
-    @property
-    def name(self) -> Any:
-        """What a copy of it has too: arguments and results of calls may have been shortened."""
-        calls = [call.get("id") for call in self.message.get("tool_calls", ())]
-        call = self.message.get("tool_call_id")
-        if all(calls) and calls:
-            return ("calls", calls)
-        return ("tool", call) if call else self.message
+
+def name_of(message: Message) -> Any:
+    """Return what a copy of a message has too: arguments and results of calls may be shortened in it."""
+    calls = [call.get("id") for call in message.get("tool_calls", ())]
+    call = message.get("tool_call_id")
+    if all(calls) and calls:
+        return ("calls", calls)
+    return ("tool", call) if call else message
 
 
 _STATE = msgspec.json.Decoder(State)
@@ -161,77 +173,38 @@ def _sent(message: Message, state: State) -> Message:
     return message | {"content": content.strip() if is_text else content}
 
 
-def answered(rows: Sequence[Row]) -> Iterator[Row]:
-    """Yield messages without results of no call, and with one for each call that is followed."""
-    results = {row.message.get("tool_call_id") for row in rows if row.role == "tool"}
-    open_calls = set[Any]()
-    for i, row in enumerate(rows):
-        if row.role == "tool":
-            call_id = row.message.get("tool_call_id")
-            if call_id and call_id not in open_calls:
-                note(ORPHANS)
-                continue
-            open_calls.discard(call_id)
-        yield row
-        if row.role == "user":
-            open_calls.clear()
-        if row.role != "assistant":
-            continue
-        open_calls = {call.get("id") for call in row.message.get("tool_calls", ())} - {None}
-        for call_id in sorted(open_calls - results) if i + 1 < len(rows) else ():
-            note(UNANSWERED)
-            result = {"role": "tool", "content": _NO_RESULT, "tool_call_id": call_id}
-            yield row._replace(message=result, given=None)
-
-
-def repaired(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
-    """Return messages so that roles take turns in each request, and those of a request after them.
+def say(rows: Sequence[Row], num_written: int, log: Contexts) -> None:
+    """Say the messages of a context, of which a compression or a branch wrote the first ones.
 
     An answer behind an answer takes its place in later requests, or is merged with it: the program had
     asked for it in words that are not in the log.
     """
-    sent, live, is_asked = list[Row](), list[Row](), False
-    for row in rows:
-        last = live[-1] if live else None
-        if row.role == "user":
-            is_asked = False
-        if last is not None and last.is_thought and row.role != "assistant":
-            live.pop()
-            row = row._replace(back=1)
-            last = live[-1] if live else None
-        if last is not None and _is_merged(last, row):
-            live.pop()
-            is_asked = is_asked or row.role == "assistant"
-            if row.role == "user" and not row.back:
-                row = row._replace(back=sent.pop().back)
-            else:
-                row = row._replace(back=row.back + 1)
-            if last.state.finish_reason not in _CANDIDATES:
+    last, start, is_asked = None, None, False  # the last message that is no result; what it follows
+    for n, row in enumerate(rows):
+        is_answer = row.role == "assistant"
+        is_asked = is_asked and row.role != "user"
+        if log.sends.joins and last is not None and _replaces(row, last):
+            log.rewind(start)
+            is_asked = is_asked or is_answer
+            if is_answer and last.state.finish_reason not in _CANDIDATES:
                 row = row._replace(message=_merged(last.message, row.message))
-        if is_asked and row.role == "assistant":
-            row = row._replace(given=row.given or ASKED)
-        sent.append(row)
-        live.append(row._replace(back=0))
-    return sent, live
+        if row.role != "tool":
+            last, start = row, log.tip
+        given = n < num_written or row.given or (ASKED if is_asked and is_answer else False)
+        log.say([row.message], row.where, given=given, is_alone=row.is_alone)
 
 
-def _is_merged(last: Row, row: Row) -> bool:
-    """True if two messages become one in later requests."""
-    if last.role != row.role or last.is_summary or row.is_summary:
+def _replaces(row: Row, last: Row) -> bool:
+    """True if requests behind a message do not have the answer before it."""
+    if last.role != "assistant" or last.message.get("tool_calls"):
         return False
-    if row.role == "assistant":
-        return not (last.state.is_interim or row.state.is_interim)
-    contents = (last.message["content"], row.message["content"])
-    return row.role == "user" and all(isinstance(content, str) for content in contents)
+    return not (last.is_alone or row.is_alone) if row.role == "assistant" else last.is_thought
 
 
 def _merged(last: Message, message: Message) -> Message:
-    """Return two messages of one role as one."""
-    is_answer = message["role"] == "assistant"
+    """Return two answers as one."""
     contents = [other["content"] for other in (last, message)]
-    content = next((content for content in contents if content), "")
+    content = next(filter(None, contents), "")
     if all(isinstance(content, str) for content in contents):
-        texts = [text.strip() if is_answer else text for text in contents]
-        content = ("\n" if is_answer else "\n\n").join(text for text in texts if text)
-    calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
-    return {**message, **last, "content": content, **known({"tool_calls": calls or None})}
+        content = "\n".join(filter(None, map(str.strip, contents)))
+    return {**message, **last, "content": content}
