@@ -13,8 +13,9 @@ A fork is a session with copies of another one's messages; edits and `/clear` de
 
 The messages of the log become those of a request as in Goose (`fix_conversation` of
 `goose-provider-types/src/conversation.rs`, `filter_for_audience` of `conversation/message.rs`, and
-`agent.rs`): what is not meant for the assistant is not sent, consecutive messages of a role are one,
-a call without a result is no part of later prompts, and messages of a command are never sent. Goose
+`agent.rs`): what is not meant for the assistant is not sent (`"annotations": {"audience": ["user"]}`),
+consecutive messages of a role are one, a call without a result is no part of later prompts, a result of
+which nothing is sent is "(empty result)", and messages of a command are never sent. Goose
 stores the calls of one answer one by one, each with its result. The log has no reward, no token ids,
 no system prompt, no tool definitions, and no `<info-msg>`, which versions without `<turn-context>`
 insert into each request.
@@ -23,12 +24,12 @@ insert into each request.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -38,9 +39,179 @@ from rollout_io.formats.dialects import anthropic
 from rollout_io.formats.engines.containers import columns_in, opened
 from rollout_io.formats.engines.rows import Rows
 from rollout_io.formats.engines.sessions import Line, Names
-from rollout_io.formats.goose_messages import StoredMessage, is_sent, part_of
-from rollout_io.formats.parsing.content import Message, Part, known, same_json
+from rollout_io.formats.grammar import SELF, Contents, inner
+from rollout_io.formats.parsing.content import NO_JSON, Message, Part, known, same_json
+from rollout_io.formats.parsing.jsonl import decode_document
 from rollout_io.formats.requests import Sends
+
+_PARTS = Contents(
+    kind="type",
+    default="result",
+    reads={
+        "text": "text annotations.audience",
+        "image": "data mimeType annotations.audience",
+        "resource": "resource.text annotations.audience",
+        "thinking": "thinking",
+        "reasoning": "text",
+        "toolRequest": "id toolCall.value.name toolCall.value.arguments",
+        "toolResponse": "id toolResult.error",
+    },
+    leaves={
+        "facts about a part": "*/annotations.priority */annotations.lastModified */_meta */metadata "
+        "toolRequest/toolCall.status toolResponse/toolResult.status",
+        "facts about a resource": "resource/resource.uri resource/resource.mimeType "
+        "resource/resource._meta",
+        "why a call could not be read": "toolRequest/toolCall.error",
+        "repeats the text": "result/structuredContent",
+        "encrypted, for the API": "thinking/signature redactedThinking",
+        "shown to the user, not sent": "systemNotification actionRequired toolConfirmationRequest "
+        "contextLengthExceeded summarizationRequested conversationCompacted error",
+    },
+    inner={"toolResponse/toolResult.value": SELF, "result/content": SELF},
+)
+FAILED = "calls that Goose could not read, of which the log has only the error: left out"
+_COMMANDS = {
+    *("prompts", "compact", "summarize", "clear", "skills"),
+    *("doctor", "goal", "grind", "status"),
+}
+
+
+class _Told(msgspec.Struct, gc=False):
+    """What a call, or a result, is: a value or an error."""
+
+    value: Any = None
+    error: str | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        marked = isinstance(self.value, Mapping) and self.value.get("isError") is True
+        return marked or self.error is not None
+
+
+class _Annotations(msgspec.Struct, gc=False):
+    audience: list[str] | None = None
+
+
+class _Resource(msgspec.Struct, gc=False):
+    text: str | None = None
+
+
+class _Part(msgspec.Struct, gc=False, rename="camel"):
+    type: str
+    id: str | None = None
+    text: str | None = None
+    thinking: str | None = None
+    data: Any = None
+    mime_type: str | None = None
+    tool_call: _Told | None = None
+    tool_result: _Told | None = None
+    annotations: _Annotations | None = None
+    resource: _Resource | None = None
+
+    @property
+    def is_for_model(self) -> bool:
+        """True if the assistant is in its audience, which is everyone if it names none."""
+        audience = self.annotations.audience if self.annotations is not None else None
+        return audience is None or "assistant" in audience
+
+
+class _Metadata(msgspec.Struct, gc=False, rename="camel"):
+    user_visible: bool = True
+    agent_visible: bool = True
+    turn_context: bool = False
+
+
+class StoredMessage(msgspec.Struct, gc=False):
+    """A row of `messages`."""
+
+    role: str
+    content: Annotated[list[_Part], inner(_PARTS)]
+    metadata: _Metadata | None = None
+    created: int | None = None
+
+    @property
+    def facts(self) -> _Metadata:
+        """Who sees it."""
+        return self.metadata or _Metadata()
+
+    @property
+    def is_hidden(self) -> bool:
+        """True if the user does not see it."""
+        return not self.facts.user_visible
+
+    @property
+    def has_tools(self) -> bool:
+        """True if it has calls or results."""
+        return bool(self.ids("toolRequest") or self.ids("toolResponse"))
+
+    def ids(self, kind: str) -> list[str | None]:
+        """Return the ids of its calls (`toolRequest`) or of its results (`toolResponse`)."""
+        return [part.id for part in self.content if part.type == kind]
+
+    @property
+    def text(self) -> str:
+        """Its text, without whitespace around it."""
+        return "".join(part.text or "" for part in self.content if part.type == "text").strip()
+
+    @property
+    def is_command(self) -> bool:
+        """True if it is a command, which Goose runs itself."""
+        name = self.text.partition(" ")[0]
+        is_named = name.startswith("/") and name[1:] in _COMMANDS
+        return self.role == "user" and (is_named or self.text == "Please compact this conversation")
+
+
+class _Call(msgspec.Struct, gc=False):
+    name: str
+    arguments: msgspec.Raw = NO_JSON
+
+
+_CALL = msgspec.json.Decoder(_Call)
+_PART_LIST = msgspec.json.Decoder(list[_Part])
+
+
+def _part_of(part: _Part, where: str) -> Part | None:
+    """Return a part as in Anthropic's API; None if it is not sent."""
+    if not part.is_for_model:
+        return None
+    if part.type == "toolRequest" and part.tool_call is not None:
+        if part.tool_call.error is not None:
+            note(FAILED)
+            return None
+        call = decode_document(_CALL, msgspec.json.encode(part.tool_call.value), where)
+        return Part(type="tool_use", id=part.id, name=call.name, input=call.arguments)
+    if part.type == "toolResponse":
+        result = part.tool_result or _Told()
+        content = result.value.get("content") if isinstance(result.value, Mapping) else result.value
+        if result.error is not None or not isinstance(content, list):
+            text = result.error if result.error is not None else content
+            encoded = msgspec.json.encode(text if isinstance(text, str) else "")
+        else:
+            inner = decode_document(_PART_LIST, msgspec.json.encode(content), where)
+            shown = [sent for one in inner if (sent := _part_of(one, where)) is not None]
+            if not any(p.text or p.source or p.type not in _PARTS.types for p in shown):
+                shown = [Part(text="(empty result)")]
+            blocks = [{"type": p.type, "text": p.text, "source": p.source} for p in shown]
+            blocks = [{name: value for name, value in b.items() if value} for b in blocks]
+            encoded = msgspec.json.encode(blocks)
+        return Part(
+            type="tool_result",
+            tool_use_id=part.id,
+            content=msgspec.Raw(encoded),
+            is_error=result.has_failed,
+        )
+    if part.type == "image":
+        source = {"type": "base64", "media_type": part.mime_type, "data": part.data}
+        return Part(type="image", source=known(source))
+    if part.type == "resource" and part.resource is not None and part.resource.text is not None:
+        return Part(text=part.resource.text)
+    return Part(type=part.type, text=part.text, thinking=part.thinking) if _is_sent(part) else None
+
+
+def _is_sent(part: _Part) -> bool:
+    """True if a part is text, a thought, or of an unknown type."""
+    return part.type in {"text", "thinking", "reasoning"} or part.type not in _PARTS.types
+
 
 WRITTEN = "answers that the program wrote after a compaction: part of the prompt"
 REPLACED = "summaries of single calls, which take their place in later prompts: left out"
@@ -51,7 +222,6 @@ REPEATED = "final outputs that the program repeats as an answer: part of the pro
 UNSENT = "messages of commands, or for the user only, which are not sent: left out"
 SPLIT = "calls that are stored one by one with the same time: read as one answer"
 INVERTED = "calls that are stored as later than their results, which later turns may lack: kept"
-_PLACEHOLDER = "unparseable_tool_call"
 _SENDS = Sends({"user": "\n", "assistant": "\n"})
 _FINAL = {"recipe__final_output", "final_output"}
 _TABLES = {"sessions": {"id"}, "messages": {"session_id", "role", "content_json"}}
@@ -66,16 +236,13 @@ class _Database:
 
     def sessions(self) -> list[str]:
         """Return the ids of all sessions."""
-        return [
-            str(name) for (name,) in self.database.execute("SELECT id FROM sessions ORDER BY id")
-        ]
+        rows = self.database.execute("SELECT id FROM sessions ORDER BY id")
+        return [str(name) for (name,) in rows]
 
     def names(self, session: str) -> Names:
         """Return the names of a session; older versions lack some columns."""
-        columns = [
-            name if name in self.has["sessions"] else "NULL"
-            for name in ("parent_session_id", "working_dir")
-        ]
+        wanted = ("parent_session_id", "working_dir")
+        columns = [name if name in self.has["sessions"] else "NULL" for name in wanted]
         query = f"SELECT {', '.join(columns)} FROM sessions WHERE CAST(id AS TEXT) = ?"
         row = self.database.execute(query, (session,)).fetchone()
         parent, folder = (value if isinstance(value, str) else None for value in row)
@@ -125,16 +292,13 @@ def identity(_: str, message: bytes) -> str | None:
 
 @dataclass(slots=True)
 class _Entry:
-    """A stored message, or several that are one answer.
-
-    Attributes:
-        begins: True if it begins a context.
-    """
+    """A stored message, or several that are one answer."""
 
     message: StoredMessage
     where: str
     is_copied: bool
     begins: bool = False
+    """True if it begins a context."""
 
     @property
     def kind(self) -> str:
@@ -152,7 +316,7 @@ def read(lines: Iterator[Line], log: Contexts) -> None:
         if entry.begins:
             note(SUMMARIES)
             log.replace()
-        sent = [part_of(part, entry.where) for part in entry.message.content]
+        sent = [_part_of(part, entry.where) for part in entry.message.content]
         parts = [part for part in sent if part is not None]
         if all(part.type == "text" and not part.text for part in parts):
             continue
@@ -198,7 +362,7 @@ def _sent(stored: Sequence[_Entry]) -> Iterator[_Entry]:
         elif not (message.facts.agent_visible or message.has_tools) and (
             i > last_start or is_command or is_reply
         ):
-            note(UNSENT, int(any(map(is_sent, message.content))))
+            note(UNSENT, int(any(map(_is_sent, message.content))))
             continue
         yield one
 
@@ -242,7 +406,7 @@ def _given(entry: _Entry, parts: Sequence[Part], tip: Said | None) -> str | None
     if entry.message.is_hidden:
         return WRITTEN
     names = {part.name for part in parts if part.type == "tool_use"}
-    if _PLACEHOLDER in names:
+    if "unparseable_tool_call" in names:
         return PLACEHOLDERS
     answer = tip
     while answer is not None and answer.role == "tool":

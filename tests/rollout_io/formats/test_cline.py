@@ -4,8 +4,17 @@ import json
 
 import pytest
 
-from rollout_io.formats.cline import ADAPTER, CHANGED, COMPACTED, SHORTENED, SHOWN, UNSENT
-from rollout_io.formats.cline_requests import ORPHANS, UNCLEAR, WRITTEN
+from rollout_io.formats.cline import (
+    ADAPTER,
+    CHANGED,
+    COMPACTED,
+    ORPHANS,
+    SHORTENED,
+    SHOWN,
+    UNCLEAR,
+    UNSENT,
+    WRITTEN,
+)
 from rollout_io.formats.contexts import SUMMARIES
 from rollout_io.formats.detect import load_formats, recognize
 from tests.helpers.adapter_helpers import read_all
