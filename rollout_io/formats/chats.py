@@ -50,7 +50,7 @@ from rollout_io.formats.base import (
 )
 from rollout_io.formats.dialects import frameworks, responses
 from rollout_io.formats.dialects.bodies import tools_of, value_of
-from rollout_io.formats.engines.containers import is_table, schema_of
+from rollout_io.formats.engines.files import Start, is_table, schema_of
 from rollout_io.formats.engines.records import Open, Records
 from rollout_io.formats.grammar import inner
 from rollout_io.formats.parsing.content import NO_JSON, Content, Message, parts_in, shown
@@ -67,7 +67,6 @@ from rollout_io.formats.parsing.records import (
     unread_labels,
 )
 from rollout_io.formats.parsing.tokens import INT32_MAX
-from rollout_io.formats.start import Start
 from schemas.errors import InputError
 
 GROUPS = "inferred: lines without an id that have the same messages before the first answer"

@@ -49,13 +49,12 @@ from rollout_io.formats.contexts import SUMMARIES, Contexts
 from rollout_io.formats.dialects import frameworks, responses
 from rollout_io.formats.engines.records import Records, joined
 from rollout_io.formats.engines.sessions import GROUPS
-from rollout_io.formats.grammar import account, inner
+from rollout_io.formats.grammar import account, inner, like
 from rollout_io.formats.parsing.content import Message, bad_message, raw_of
 from rollout_io.formats.parsing.jsonl import decode_document, decode_line
 from rollout_io.formats.parsing.messages import MESSAGE, PARTS, read_messages
 from rollout_io.formats.parsing.records import read_record
 from rollout_io.formats.requests import Sends
-from rollout_io.formats.start import like
 
 UNCLEAR = (
     "answers near a summary or a truncation, whose context is not in the log: part of the prompt"

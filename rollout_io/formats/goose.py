@@ -36,9 +36,8 @@ import msgspec
 from rollout_io.formats.base import note
 from rollout_io.formats.contexts import SUMMARIES, Contexts, Said
 from rollout_io.formats.dialects import anthropic
-from rollout_io.formats.engines.containers import columns_in, opened
-from rollout_io.formats.engines.rows import Rows
-from rollout_io.formats.engines.sessions import Line, Names
+from rollout_io.formats.engines.files import columns_in, opened
+from rollout_io.formats.engines.sessions import Line, Names, Rows
 from rollout_io.formats.grammar import SELF, Contents, inner
 from rollout_io.formats.parsing.content import NO_JSON, Message, Part, known, same_json
 from rollout_io.formats.parsing.jsonl import decode_document

@@ -33,7 +33,7 @@ from rollout_io.formats.base import note
 from rollout_io.formats.contexts import Contexts, Said
 from rollout_io.formats.dialects.responses import tools
 from rollout_io.formats.engines.sessions import Line, Names, Sessions
-from rollout_io.formats.grammar import Contents, inner
+from rollout_io.formats.grammar import Contents, inner, like
 from rollout_io.formats.parsing.content import (
     NO_JSON,
     Message,
@@ -48,7 +48,6 @@ from rollout_io.formats.parsing.content import (
     tool_result,
 )
 from rollout_io.formats.requests import Sends
-from rollout_io.formats.start import like
 
 PARTS = Contents(
     kind="type",

@@ -26,7 +26,7 @@ import numpy as np
 from rollout_io.formats.base import Step
 from rollout_io.formats.contexts import Contexts, Item
 from rollout_io.formats.engines.sessions import Line, Names, Sessions
-from rollout_io.formats.grammar import Contents, inner
+from rollout_io.formats.grammar import Contents, inner, like
 from rollout_io.formats.parsing.content import (
     Message,
     Part,
@@ -38,7 +38,6 @@ from rollout_io.formats.parsing.content import (
     tool_call,
 )
 from rollout_io.formats.parsing.tokens import INT32_MAX
-from rollout_io.formats.start import like
 
 _TEXTS = Contents(
     kind="type",

@@ -39,11 +39,10 @@ from rollout_io.formats.dialects import pi
 from rollout_io.formats.dialects.pi import PiMessage
 from rollout_io.formats.engines.runs import digest
 from rollout_io.formats.engines.sessions import Line, Names, Sessions
-from rollout_io.formats.grammar import inner
+from rollout_io.formats.grammar import inner, like
 from rollout_io.formats.parsing.content import NO_JSON
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.requests import Sends
-from rollout_io.formats.start import like
 
 EXTENDED = (
     "messages of extensions: what an extension changes when a prompt is sent is not in the log"

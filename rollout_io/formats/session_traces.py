@@ -31,9 +31,9 @@ from rollout_io.dataset.storage import PathLike
 from rollout_io.formats.contexts import Contexts
 from rollout_io.formats.engines.sessions import Line, Names, Sessions
 from rollout_io.formats.exporting import Exported, Failed, declared_tables, new_export
+from rollout_io.formats.grammar import like
 from rollout_io.formats.parsing.content import Message, calls_in, known
 from rollout_io.formats.parsing.messages import openai_tools, read_messages
-from rollout_io.formats.start import like
 from schemas.messages import RETOKENIZED, is_answer, marked, media_in
 
 HARNESS = "rollout-io"

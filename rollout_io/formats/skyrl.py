@@ -48,6 +48,7 @@ from rollout_io.formats.base import (
     Run,
     Trajectory,
 )
+from rollout_io.formats.engines.files import Start
 from rollout_io.formats.engines.records import Records, is_object_with
 from rollout_io.formats.exporting import (
     FAILED,
@@ -69,7 +70,6 @@ from rollout_io.formats.skyrl_generator_output import (
     support_arrays,
 )
 from rollout_io.formats.skyrl_output_columns import METRICS_KEY
-from rollout_io.formats.start import Start
 from schemas.errors import ConfigError, InputError, RolloutError, count
 
 METRICS = "rollout_metrics"

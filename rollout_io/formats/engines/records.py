@@ -32,7 +32,8 @@ from rollout_io.formats.base import (
     Run,
     Trajectory,
 )
-from rollout_io.formats.engines.containers import (
+from rollout_io.formats.engines.files import (
+    Start,
     is_table,
     is_zip,
     read_place,
@@ -57,7 +58,6 @@ from rollout_io.formats.parsing.records import (
     read_record,
     refuse_repeated,
 )
-from rollout_io.formats.start import Start
 from schemas.errors import InputError, RolloutError
 
 WHOLE = "document"
