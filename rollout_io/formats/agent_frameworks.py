@@ -32,8 +32,8 @@ import msgspec
 from rollout_io.formats.base import Conversation, Options, Place, Run, Trajectory, note
 from rollout_io.formats.dialects import frameworks, responses
 from rollout_io.formats.dialects.bodies import answers_of, response_with_tokens
-from rollout_io.formats.engines.records import Records, is_object_with
-from rollout_io.formats.grammar import Contents, account, inner
+from rollout_io.formats.engines.records import Records
+from rollout_io.formats.grammar import Contents, account, inner, like
 from rollout_io.formats.parsing.content import Message
 from rollout_io.formats.parsing.messages import prompt_key
 from rollout_io.formats.parsing.model_calls import Call, steps_of
@@ -97,10 +97,7 @@ def _cleaned(message: Mapping[str, Any]) -> dict[str, Any]:
     return fields | ({"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {})
 
 
-def _is_step(step: Any) -> bool:
-    return isinstance(step, Mapping) and {"step_number", "model_input_messages"} <= step.keys()
-
-
+_is_step = like("step_number model_input_messages")
 SMOLAGENTS = Records(
     records={"": list[Step]},
     leaves=_LEAVES,
@@ -177,8 +174,6 @@ OPENAI_AGENTS = Records(
     leaves=_STATE_LEAVES,
     run=run_of_state,
     read=read_state,
-    is_record=is_object_with(
-        ["$schemaVersion", "original_input", "generated_items", "model_responses"]
-    ),
+    is_record=like("$schemaVersion original_input generated_items model_responses"),
     groups="inferred: runs with the same input",
 ).adapter("states of runs of OpenAI's Agents SDK (RunState), one JSON document each")

@@ -396,7 +396,8 @@ def like(*patterns: Any) -> Callable[[Any], bool]:
     """Return a test for `is_record`: a decoded value has one of these forms.
 
     A pattern is a type, a set of values, a dictionary with a pattern for each key (None: the key is
-    absent), or a list with the pattern of all its elements; anything else is a value.
+    absent), or a list with the pattern of all its elements; anything else is a value. A text is the keys
+    of an object.
 
     Example:
         >>> is_head = like(
@@ -408,7 +409,8 @@ def like(*patterns: Any) -> Callable[[Any], bool]:
         ... )
         (True, False)
     """
-    return lambda value: any(_fits(value, pattern) for pattern in patterns)
+    forms = [dict.fromkeys(p.split(), object) if isinstance(p, str) else p for p in patterns]
+    return lambda value: any(_fits(value, form) for form in forms)
 
 
 def _fits(value: Any, pattern: Any) -> bool:

@@ -38,8 +38,8 @@ from rollout_io.formats.chats import (
     with_groups,
 )
 from rollout_io.formats.contexts import SUMMARIES, Contexts
-from rollout_io.formats.engines.records import Records, is_object_with, joined
-from rollout_io.formats.grammar import inner
+from rollout_io.formats.engines.records import Records, joined
+from rollout_io.formats.grammar import inner, like
 from rollout_io.formats.parsing.content import NO_JSON, Message
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.messages import CALLS, INACTIVE, MESSAGE, openai_tools, read_message
@@ -441,7 +441,7 @@ ADAPTER = Records(
     leaves=_LEAVES,
     run=run_of,
     read=read,
-    is_record=is_object_with(["id", "source", "system_prompt", "message_count", "messages"]),
+    is_record=like("id source system_prompt message_count messages"),
     finish=lambda items: joined(with_groups(items), _names, _is_continued),
 ).adapter(
     "sessions of Hermes Agent, as it exports them: JSONL; text only", "session", is_agent=True

@@ -49,7 +49,7 @@ from rollout_io.formats.base import (
 )
 from rollout_io.formats.dialects.responses import ITEMS
 from rollout_io.formats.engines.files import Start
-from rollout_io.formats.engines.records import Open, Records, is_object_with
+from rollout_io.formats.engines.records import Open, Records
 from rollout_io.formats.grammar import Contents, inner, like
 from rollout_io.formats.nemo_gym_text import Request, read_conversation
 from rollout_io.formats.parsing.bodies import sampling_extra
@@ -318,7 +318,6 @@ ADAPTER = replace(
 
 
 _HINT = "convert the rollouts of NeMo Gym, which have all ids (--format nemo_gym)"
-_PAIR = ("seen_token_ids", "output_prompt_token_ids")
 _RL_LEAVES = {
     "texts and settings beside the tokens": "message_log.content input_message_log full_result"
 }
@@ -391,7 +390,7 @@ def _step(message: _RlMessage, ids: Sequence[list[int]], where: str) -> Step:
     )
 
 
-_has_log, _is_pair = is_object_with(["message_log"]), is_object_with(_PAIR)
+_has_log, _is_pair = like("message_log"), like("seen_token_ids output_prompt_token_ids")
 
 
 def _is_rl_document(value: Any) -> bool:

@@ -49,7 +49,7 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.engines.files import Start
-from rollout_io.formats.engines.records import Records, is_object_with
+from rollout_io.formats.engines.records import Records
 from rollout_io.formats.exporting import (
     FAILED,
     IN_FAILED_GROUP,
@@ -58,6 +58,7 @@ from rollout_io.formats.exporting import (
     Failures,
     new_export,
 )
+from rollout_io.formats.grammar import like
 from rollout_io.formats.parsing.content import NO_JSON, filled
 from rollout_io.formats.parsing.jsonl import read_document
 from rollout_io.formats.parsing.messages import prompt_key
@@ -305,7 +306,7 @@ def _is_pickle(start: Start) -> bool:
     return start.head.startswith(b"\x80") and _BATCH in start.head
 
 
-_is_sample = is_object_with(["input_prompt", "output_response", "env_class"])
+_is_sample = like("input_prompt output_response env_class")
 
 EVALUATIONS = Records(
     records={"": _Sample},
