@@ -38,7 +38,6 @@ import pyarrow.compute as pc
 
 from rollout_io.dataset.blobs import Blobs, carry, names_in
 from rollout_io.dataset.storage import PathLike
-from rollout_io.dataset.writer import SHARD_BYTES
 from rollout_io.formats.contexts import Contexts
 from rollout_io.formats.engines.sessions import Line, Names, Sessions
 from rollout_io.formats.exporting import (
@@ -423,6 +422,8 @@ class _Shards:
         self._file.close()
 
     def write(self, table: pa.Table) -> None:
+        from rollout_io.dataset.writer import SHARD_BYTES  # loads polars
+
         if self.num_bytes >= self._shard_end:
             self._file.close()
             path = self._folder / f"train-{self._num_shards:05d}.parquet"

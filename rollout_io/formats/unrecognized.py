@@ -194,22 +194,10 @@ def _error_of(content: bytes, where: str, decode: Callable[..., Any]) -> InputEr
 
 
 _REWARDS = frozenset(
-    [
-        "reward",
-        "score",
-        "return",
-        "outcome",
-        "finalreward",
-        "totalreward",
-        "finalscore",
-        "grade",
-        "success",
-        "passed",
-        "correct",
-        "iscorrect",
-        "solved",
-        "resolved",
-    ]
+    {
+        *("reward", "score", "return", "outcome", "finalreward", "totalreward", "finalscore"),
+        *("grade", "success", "passed", "correct", "iscorrect", "solved", "resolved"),
+    }
 )
 _SESSIONS, _TASKS, _ATTEMPTS = (
     frozenset(name + end for name in names.split() for end in ("", "id", "name", "index"))

@@ -118,7 +118,7 @@ def test_the_card_says_what_a_row_is_and_how_it_was_made(shop_dataset, tmp_path)
 def test_large_datasets_become_several_shards(shop_dataset, tmp_path, monkeypatch):
     with rollout_io.RolloutWriter(tmp_path / "ds", row_group_rows=20) as writer:
         writer.write(rollout_io.read(shop_dataset))
-    monkeypatch.setattr(hugging_face, "SHARD_BYTES", 60_000)
+    monkeypatch.setattr("rollout_io.dataset.writer.SHARD_BYTES", 60_000)
     hugging_face.write_folder(tmp_path / "ds", tmp_path / "out")
     assert len(list((tmp_path / "out" / "data").iterdir())) > 3
     assert load(tmp_path / "out", tmp_path / "cache").to_list() == logical_rows(shop_dataset)
