@@ -1,11 +1,10 @@
 """Files: what is at the start of one (`Start`), and those that have many records.
 
-The start is read once, and shown to every format that may recognize it. Files with many records are
-SQLite databases, zip archives, Parquet and Arrow files. A database is read where it is; neither it nor
-its write-ahead log is changed. A member of an archive is read into memory, with a limit on its size;
-pyarrow decompresses Zstandard members (method 93), because `zipfile` only supports them since Python
-3.14. Rows of tables, and of the Arrow files that `datasets` saves, are read as JSON, without the nulls
-that Arrow adds to structs: a row's values may have different keys.
+The start is read once, and shown to every format that may recognize it. A SQLite database is read where
+it is; neither it nor its write-ahead log is changed. A member of a zip archive is read into memory, with
+a limit on its size; pyarrow decompresses Zstandard members (method 93), because `zipfile` only supports
+them since Python 3.14. Rows of Parquet tables, and of the Arrow files that `datasets` saves, are read as
+JSON, without the nulls that Arrow adds to structs: a row's values may have different keys.
 """
 
 from __future__ import annotations
