@@ -25,8 +25,8 @@ from rollout_io.formats.detect import (
     sort_by_format,
     unknown_format,
 )
+from rollout_io.formats.engines.files import Start
 from rollout_io.formats.parsing.records import close_files
-from rollout_io.formats.start import Start
 from schemas.errors import InputError, RolloutError, count
 
 AUTO, MAPPED = "auto", "calls"

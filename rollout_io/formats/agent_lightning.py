@@ -18,7 +18,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -35,7 +34,8 @@ from rollout_io.formats.base import (
     Step,
     Trajectory,
 )
-from rollout_io.formats.engines.records import Records, is_object_with
+from rollout_io.formats.engines.records import Records
+from rollout_io.formats.grammar import like
 from rollout_io.formats.parsing.bodies import Answer, Int32, Request, Usage
 from rollout_io.formats.parsing.completions import read_choices
 from rollout_io.formats.parsing.content import NO_JSON, filled, known
@@ -351,16 +351,7 @@ def _triplet(call: _CallData, where: str) -> Step:
     )
 
 
-_is_event = is_object_with(["event_type", "rollout_id", "attempt_id", "data"])
-_is_rollout = is_object_with(["rollout_id", "is_train", "status", "config"])
-
-
-def _is_record(value: Any) -> bool:
-    """True for an event, a rollout record, or a list of them."""
-    values = value if isinstance(value, list) else [value]
-    return any(_is_event(one) or _is_rollout(one) for one in values)
-
-
+_is_entry = like("event_type rollout_id attempt_id data", "rollout_id is_train status config")
 _RECORDS = Records(
     kind="event_type",
     default="rollout",
@@ -368,7 +359,7 @@ _RECORDS = Records(
     leaves=_LEAVES,
     run=lambda _, place: Run(instance_id="", repetition_id=None, places=[place]),
     read=read_attempt,
-    is_record=_is_record,
+    is_record=lambda value: any(map(_is_entry, value if isinstance(value, list) else [value])),
     is_whole=lambda start: start.head.lstrip().startswith(b"["),
     elements="",
 )

@@ -30,8 +30,8 @@ from rollout_io.configuration import Count, out_of_bounds
 from schemas.errors import ConfigError, InputError, RolloutError
 
 if TYPE_CHECKING:
+    from rollout_io.formats.engines.files import Start
     from rollout_io.formats.grammar import Contents
-    from rollout_io.formats.start import Start
 
 
 class Input(NamedTuple):

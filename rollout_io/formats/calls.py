@@ -44,6 +44,7 @@ from rollout_io.formats.base import (
     note,
 )
 from rollout_io.formats.dialects.bodies import answers_of, prompt_of
+from rollout_io.formats.engines.files import Start
 from rollout_io.formats.parsing.bodies import Answer, Int32, Request, Response
 from rollout_io.formats.parsing.completions import read_choices, whole_response
 from rollout_io.formats.parsing.content import NO_JSON
@@ -65,7 +66,6 @@ from rollout_io.formats.parsing.records import (
     without_copies,
 )
 from rollout_io.formats.parsing.tokens import num_ids
-from rollout_io.formats.start import Start
 from schemas.errors import InputError, InvariantError, RolloutError
 
 Key = tuple[str, int]

@@ -50,9 +50,9 @@ from rollout_io.formats.base import (
 )
 from rollout_io.formats.dialects import frameworks, responses
 from rollout_io.formats.dialects.bodies import tools_of, value_of
-from rollout_io.formats.engines.containers import is_table, schema_of
+from rollout_io.formats.engines.files import Start, is_table, schema_of
 from rollout_io.formats.engines.records import Open, Records
-from rollout_io.formats.grammar import inner
+from rollout_io.formats.grammar import inner, like
 from rollout_io.formats.parsing.content import NO_JSON, Content, Message, parts_in, shown
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.messages import MESSAGE, openai_tools, prompt_key, read_messages
@@ -67,7 +67,6 @@ from rollout_io.formats.parsing.records import (
     unread_labels,
 )
 from rollout_io.formats.parsing.tokens import INT32_MAX
-from rollout_io.formats.start import Start
 from schemas.errors import InputError
 
 GROUPS = "inferred: lines without an id that have the same messages before the first answer"
@@ -378,8 +377,7 @@ def _is_said(value: Any) -> bool:
     return isinstance(value, str) or (is_list and all(isinstance(e, Mapping) for e in value))
 
 
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, Mapping) and "role" in value and "content" in value
+_is_plain = like("role content")
 
 
 def _is_of_framework(value: Any) -> bool:

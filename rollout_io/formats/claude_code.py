@@ -26,8 +26,8 @@ from rollout_io.formats.base import Logged, Options, Run, Trajectory
 from rollout_io.formats.claude_code_contexts import LINES, MAIN, read
 from rollout_io.formats.claude_code_lines import SPOKEN, Answer, Boundary, names_in, session_above
 from rollout_io.formats.engines.sessions import File, Sessions
+from rollout_io.formats.grammar import like
 from rollout_io.formats.parsing.records import natural_key
-from rollout_io.formats.start import like
 
 _LEAVES = {
     "facts about the line, the process and its settings": "*/session_id */userType */entrypoint "

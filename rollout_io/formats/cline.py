@@ -13,7 +13,16 @@ Messages are Anthropic's; in Roo's documents of version 2, Vercel's AI SDK's. A 
 the sub-agents that it started. The texts of sessions are those that Cline's CLI sends: without the
 `user_input` around the user's, with results and files (`file`) as text, and without the middles of long
 results. What is only shown to the user (`displayOnly`) is left out. Both programs keep what they no longer
-send: `cline_requests` says what is sent. Files beside a task say more, if they are there:
+send (Roo Code, `src/core/task/Task.ts`, `src/core/condense/index.ts`, `src/core/context-management/index.ts`
+and `mergeConsecutiveApiMessages.ts`; Cline, `ContextManager.ts` until version 3, since then
+`sdk/packages/core/src/session/services/message-builder.ts`):
+
+- A summary replaces all before it. Until 2026 it was an answer, sent behind the first message of the
+  task, and stood before the last three messages, which were sent behind it.
+- The mark of a truncation stands before the first message that it leaves; half of the messages are
+  hidden, by pairs, so that as many are left as it hides, or two more.
+
+Files beside a task say more, if they are there:
 
 - `ID.compaction.json`: what is sent in place of the first messages of a session
   (`sdk/packages/core/src/session/models/session-compaction.ts`).
@@ -26,7 +35,8 @@ Lists have no system prompt; no log has tool definitions, a reward or token ids.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,16 +45,146 @@ import msgspec
 
 from rollout_io.dataset.opening import read_input
 from rollout_io.formats.base import Options, Place, Run, Trajectory, note
-from rollout_io.formats.cline_requests import Marks, Task
-from rollout_io.formats.contexts import Contexts
+from rollout_io.formats.contexts import SUMMARIES, Contexts
 from rollout_io.formats.dialects import frameworks, responses
 from rollout_io.formats.engines.records import Records, joined
 from rollout_io.formats.engines.sessions import GROUPS
-from rollout_io.formats.grammar import account, inner
+from rollout_io.formats.grammar import account, inner, like
 from rollout_io.formats.parsing.content import Message, bad_message, raw_of
 from rollout_io.formats.parsing.jsonl import decode_document, decode_line
 from rollout_io.formats.parsing.messages import MESSAGE, PARTS, read_messages
 from rollout_io.formats.parsing.records import read_record
+from rollout_io.formats.requests import Sends
+
+UNCLEAR = (
+    "answers near a summary or a truncation, whose context is not in the log: part of the prompt"
+)
+WRITTEN = "answers that the program wrote or broke off: part of the prompt"
+ORPHANS = "results whose calls a summary replaced: left out, as they are not sent"
+_NUM_KEPT = 3
+"""Messages before a summary that is an answer which are sent behind it."""
+_NUM_UNCLEAR = 2
+"""A truncation hides half of the messages, rounded down to pairs: two more may have been there."""
+_WRITTEN = re.compile(
+    r"\[Response interrupted by [^\]]*\]\s*\Z|\AFailure: I did not provide a response\.\Z"
+)
+_OF_LISTS = Sends({"user": "\n"}, missing="result missing")
+_OF_SESSIONS = Sends(missing="Tool execution was interrupted before a result was produced.")
+
+
+class _Facts(msgspec.Struct, gc=False, rename="camel"):
+    """What Cline says about a message: that it is only shown, or that its compaction kept it."""
+
+    display_only: bool | None = None
+    compaction: str | None = None
+
+
+class _Marks(msgspec.Struct, gc=False, rename="camel"):
+    """What Roo says about a message that it no longer sends, or that takes the place of others."""
+
+    role: str | None = None
+    type: str | None = None
+    is_summary: bool | None = None
+    is_truncation_marker: bool | None = None
+    truncation_id: str | None = None
+    truncation_parent: str | None = None
+    model_info: dict[str, Any] | None = None
+    metadata: _Facts | None = None
+    ts: Any = None
+
+    @property
+    def is_reasoning(self) -> bool:
+        """True for an item of reasoning of version 2, which precedes its answer."""
+        return self.role is None and self.type == "reasoning"
+
+    @property
+    def is_mark(self) -> bool:
+        return bool(self.is_summary or self.is_truncation_marker)
+
+
+@dataclass
+class _Task:
+    """Says the messages of a task in the contexts that Cline and Roo make of them.
+
+    A summary, or the mark of a truncation, may stand before messages that were said before it was
+    written: it takes effect behind the last of these.
+
+    Attributes:
+        numbers: Number of each message, by its location.
+        changes: Numbers of the marks that take effect behind a message, by its number.
+        unclear: Numbers of the messages whose context is not known.
+        held: Messages of the marks that have not taken effect, and their locations.
+    """
+
+    log: Contexts
+    marks: Sequence[_Marks]
+    numbers: dict[str, int] = field(default_factory=dict)
+    changes: dict[int, list[int]] = field(default_factory=dict)
+    unclear: set[int] = field(default_factory=set)
+    held: dict[int, tuple[list[Message], str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        facts = [mark.metadata or _Facts() for mark in self.marks]
+        self.unclear |= {number for number, fact in enumerate(facts) if fact.compaction}
+        for number, mark in enumerate(self.marks):
+            last, num_unclear = number, 0
+            if mark.is_summary and mark.role == "assistant":
+                if number > 1:
+                    last = self._behind(number, _NUM_KEPT)
+                else:  # it replaces messages that are not in the log
+                    num_unclear = _NUM_KEPT
+            elif mark.is_truncation_marker:
+                hidden = self._hidden(number)
+                last = self._behind(max([number, *hidden]), len(hidden))
+                num_unclear = _NUM_UNCLEAR if hidden else 0
+            if mark.is_mark:
+                self.changes.setdefault(last, []).append(number)
+                self.unclear |= {*range(last + 1, self._behind(last, num_unclear) + 1)}
+
+    def _hidden(self, number: int) -> set[int]:
+        """Return the numbers of the messages that a truncation removes."""
+        name = self.marks[number].truncation_id
+        return {i for i, other in enumerate(self.marks) if name and other.truncation_parent == name}
+
+    def _behind(self, number: int, count: int) -> int:
+        """Return the number of the message that is so many behind another; marks do not count."""
+        behind = [i for i in range(number + 1, len(self.marks)) if not self.marks[i].is_mark]
+        return [number, *behind[:count]][-1]
+
+    def say(self, number: int, pieces: list[Message], where: str) -> None:
+        """Say a message, or keep a mark until it takes effect, and let those due take it."""
+        self.numbers[where] = number
+        if self.marks[number].is_mark:
+            self.held[number] = pieces, where
+        elif pieces:
+            last = pieces[-1]
+            is_written = last["role"] == "assistant" and _WRITTEN.search(str(last["content"]))
+            given = UNCLEAR if number in self.unclear else WRITTEN if is_written else False
+            self.log.say(pieces, where, given=given)
+        for at in self.changes.get(number, ()):
+            self._begin(at)
+
+    def _begin(self, at: int) -> None:
+        """Begin the context with a summary, or with the mark of a truncation."""
+        mark = self.marks[at]
+        path = [(self.numbers.get(node.where, -1), node) for node in self.log.path()]
+        if mark.is_summary:
+            note(SUMMARIES)
+            self.log.sends = self.log.sends._replace(orphans=ORPHANS)
+            # Only a summary that is an answer follows the first message.
+            is_first = mark.role == "assistant" and path[:1] and path[0][1].role == "user"
+            before = [node for _, node in path[:1] if is_first]
+            behind = [node for number, node in path if number > at]
+        else:
+            hidden = self._hidden(at)
+            before = [node for number, node in path if number not in hidden and number < at]
+            behind = [node for number, node in path if number not in hidden and number > at]
+        self.log.replace(before)
+        pieces, where = self.held.pop(at)
+        # Further messages of the user continue a summary, but not the mark of a truncation.
+        self.log.say(pieces, where, given=True, is_alone=not mark.is_summary)
+        self.log.keep(behind)
+
 
 _PARTS = PARTS.plus(
     reads={
@@ -90,9 +230,6 @@ SHORTENED = (
 )
 _MAX_RESULT, _MAX_FILE = 8_000, 50_000
 _CUT = "\n\n...[truncated {} chars]...\n\n"
-_INTERRUPTED = "Tool execution was interrupted before a result was produced."
-
-
 _ROO_VERSION = 2
 
 
@@ -122,7 +259,7 @@ class _Compaction(msgspec.Struct, gc=False):
     system_prompt: str | None = None
 
 
-_MARKS = msgspec.json.Decoder(Marks)
+_MARKS = msgspec.json.Decoder(_Marks)
 _DOCUMENT = msgspec.json.Decoder(_Document)
 _COMPACTION = msgspec.json.Decoder(_Compaction)
 _ANY = msgspec.json.Decoder()
@@ -153,7 +290,8 @@ def _say(document: _Document, place: Place, log: Contexts) -> None:
         decode_line(_MARKS, bytes(message), f"{place.where}, messages[{number}]")
         for number, message in enumerate(document.messages)
     ]
-    task, thought, changed = Task(log, marks), "", _changed(document, place)
+    log.sends = _OF_LISTS if document.session_id is None else _OF_SESSIONS
+    task, thought, changed = _Task(log, marks), "", _changed(document, place)
     compaction = _compaction(document, place)
     for number, message in enumerate(document.messages):
         where, mark = f"{place.where}, messages[{number}]", marks[number]
@@ -162,19 +300,18 @@ def _say(document: _Document, place: Place, log: Contexts) -> None:
         if number == compaction.num_messages and compaction.messages:
             note(COMPACTED, sum(other.role == "assistant" for other in marks[:number]))
             _compact(log, compaction, place)
-        if mark.is_shown_only:
+        if mark.metadata and mark.metadata.display_only:
             note(SHOWN)
         elif document.is_roo and mark.is_reasoning:
             items = responses.messages([fields], where)
             thought += "".join(item.get("reasoning_content", "") for item in items)
-        elif document.session_id is not None:
-            sent = _sent(message, fields) if mark.role == "user" else message
-            pieces = task.closed(number, read_messages([sent], where), where, _INTERRUPTED)
+        elif document.is_roo:
+            pieces = frameworks.messages([fields], where)
         else:
-            if not document.is_roo and _is_thought(fields):
-                log.unsent_thoughts = UNSENT
-            reads = frameworks.messages if document.is_roo else _plain
-            pieces = task.joined(number, fields, where, reads)
+            if document.session_id is None and _is_thought(fields):
+                log.sends = log.sends._replace(unsent_thoughts=UNSENT)
+            sent = message if document.session_id is None else _sent(message, fields)
+            pieces = read_messages([sent], where)
         if thought and pieces and pieces[0]["role"] == "assistant":
             pieces[0].setdefault("reasoning_content", thought)
             thought = ""
@@ -207,8 +344,7 @@ def _compact(log: Contexts, compaction: _Compaction, place: Place) -> None:
     for number, message in enumerate(compaction.messages):
         where = f"{place.where}, messages[{number}] of its compaction"
         fields: dict[str, Any] = decode_line(_ANY, bytes(message), where)
-        sent = _sent(message, fields) if fields.get("role") == "user" else message
-        log.say(read_messages([sent], where), where, given=True)
+        log.say(read_messages([_sent(message, fields)], where), where, given=True)
 
 
 def _changed(document: _Document, place: Place) -> float:
@@ -219,10 +355,6 @@ def _changed(document: _Document, place: Place) -> float:
     history = decode_document(_UPDATES, read_input(path), str(path))
     times = [update[0] for _, (_, blocks) in history for _, updates in blocks for update in updates]
     return min(times, default=inf)
-
-
-def _plain(messages: Iterable[Mapping[str, Any]], where: str) -> list[Message]:
-    return read_messages(map(raw_of, messages), where)
 
 
 def _is_thought(fields: Mapping[str, Any]) -> bool:
@@ -237,7 +369,7 @@ def _sent(message: msgspec.Raw, fields: dict[str, Any]) -> msgspec.Raw:
     content = fields.get("content")
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
-    if not isinstance(content, list):
+    if fields.get("role") != "user" or not isinstance(content, list):
         return message
     return raw_of(fields | {"content": [*map(_sent_part, content)]})
 
@@ -256,7 +388,7 @@ def _sent_part(part: Any) -> Any:
         return part
     shortened = _shortened(content, _MAX_RESULT)
     note(SHORTENED, shortened != content)
-    if isinstance(shortened, list) and not all(map(_is_part, shortened)):
+    if isinstance(shortened, list) and not like([{"type": str}])(shortened):
         shortened = msgspec.json.encode(shortened).decode()
     return part | {"content": shortened}
 
@@ -271,8 +403,7 @@ def _shortened(value: Any, num_units: int) -> Any:
     length = len(units) // 2  # as JavaScript counts
     if length <= num_units:
         return value
-    num_each, cut = 0, ""
-    removed = length - num_units
+    num_each, cut, removed = 0, "", length - num_units
     for _ in range(2):  # the length of the mark depends on the number in it
         cut = _CUT.format(removed)
         num_each = (num_units - len(cut)) // 2
@@ -283,40 +414,25 @@ def _shortened(value: Any, num_units: int) -> Any:
     )
 
 
-def _is_part(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("type"), str)
-
-
 def _document(place: Place) -> _Document:
     return decode_document(_DOCUMENT, read_record(place), place.where)
 
 
 def _names(run: Run) -> tuple[str, str | None]:
-    content = read_record(run.places[0])
-    is_list = content.lstrip().startswith(b"[")
+    is_list = read_record(run.places[0]).lstrip().startswith(b"[")
     return run.instance_id, None if is_list else _document(run.places[0]).origin.parent
+
+
+_has_form = like(
+    [{"role": object, "content": object, "ts": object}],
+    {"version": int, "sessionId": str, "messages": [{"role": object, "content": object}]},
+    {"version": _ROO_VERSION, "sessionId": None, "messages": [{"ts": object}]},
+)
 
 
 def _is_task(value: Any) -> bool:
     """True for a document of a session or of Roo, or a list of messages with Cline's times."""
-    if isinstance(value, list):
-        return len(value) > 0 and all(map(_is_message, value))
-    if not isinstance(value, dict) or not isinstance(value.get("version"), int):
-        return False
-    if isinstance(value.get("sessionId"), str):
-        return _has_messages(value, "role", "content")
-    return value["version"] == _ROO_VERSION and _has_messages(value, "ts")
-
-
-def _has_messages(document: Mapping[str, Any], *names: str) -> bool:
-    messages = document.get("messages")
-    if not isinstance(messages, list) or not messages:
-        return False
-    return all(isinstance(m, dict) and set(names) <= m.keys() for m in messages)
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and {"role", "content", "ts"} <= value.keys()
+    return _has_form(value) and bool(value["messages"] if isinstance(value, dict) else value)
 
 
 ADAPTER = Records(

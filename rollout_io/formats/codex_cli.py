@@ -37,8 +37,8 @@ from rollout_io.formats.dialects.responses import (
     tools,
 )
 from rollout_io.formats.engines.sessions import Base, Line, Names, Sessions
+from rollout_io.formats.grammar import like
 from rollout_io.formats.parsing.content import bad_message, canonical_json
-from rollout_io.formats.start import like
 from schemas.errors import InputError
 
 __all__ = ["LOST", "SUMMARIES"]

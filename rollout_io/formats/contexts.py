@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from operator import eq
 from types import MappingProxyType
@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 from rollout_io.formats.base import Conversation, Logged, note
 from rollout_io.formats.engines.runs import COPIED, digest
 from rollout_io.formats.parsing.content import Message
+from rollout_io.formats.requests import Piece, Sends, sent
 from schemas.errors import InputError
 from schemas.messages import is_answer
 
@@ -40,11 +41,12 @@ SUMMARIES = "summaries that the model wrote for a compaction, without their prom
 
 
 class Head(NamedTuple):
-    """What a request has beside its messages."""
+    """What a request has beside its messages, and what its program makes of these."""
 
     system: str | None = None
     tools: list[Message] | None = None
     model: str | None = None
+    sends: Sends = Sends()
 
 
 class Item(NamedTuple):
@@ -72,9 +74,10 @@ class Said:
         messages: Its messages; a reader may extend them while the record's answer is streamed.
         where: Location of the record.
         before: What it follows; None at the root.
-        head: System prompt, tools and model when it was said.
+        head: What requests had when it was said.
         is_given: True if its answers are part of the prompt.
         is_copied: True if another session has the record too.
+        is_alone: True if its messages are never joined with others (`Sends.joins`).
         error: Why it, and all that follows it, cannot be read.
         loss: Note about the answers that this costs.
         mark: See `Item`.
@@ -89,6 +92,7 @@ class Said:
     head: Head = field(default_factory=Head)
     is_given: bool = False
     is_copied: bool = False
+    is_alone: bool = False
     error: InputError | None = None
     loss: str = LOST
     mark: Any = None
@@ -120,12 +124,12 @@ class Contexts:
         system: System prompt of the messages that follow.
         tools: Tool definitions of the messages that follow.
         model: Model of the session.
+        sends: What its program makes of the messages for a request.
         values: Other strings about the run, which become user columns.
         error: Why the run failed, by the harness's own word.
         reward: Outcome of the run; None if unknown.
         order: Place of the agent among all agents; None: in the order of the log, the main one first.
         exact: Calls with the engine's tokens, which take the place of the contexts.
-        unsent_thoughts: Note about thoughts that the program does not send again; None if it does.
         is_copied: True while records are read that another session has too.
         tip: End of the current context; None if it is empty.
         has_prompts: True if each answer is logged with its whole prompt (`call`): a conversation is named
@@ -136,12 +140,12 @@ class Contexts:
     system: str | None = None
     tools: list[Message] | None = None
     model: str | None = None
+    sends: Sends = field(default_factory=Sends)
     values: dict[str, str] = field(default_factory=dict)
     error: str | None = None
     reward: float | None = None
     order: int | None = None
     exact: list[Logged] = field(default_factory=list)
-    unsent_thoughts: str | None = None
     is_copied: bool = False
     tip: Said | None = None
     has_prompts: bool = False
@@ -150,6 +154,7 @@ class Contexts:
     _names: dict[str, Said] = field(default_factory=dict)
     _behind: dict[Said | None, list[Said]] = field(default_factory=dict)
     _calls: dict[str | None, tuple[list[Message], list[Said]]] = field(default_factory=dict)
+    _noted: set[int] = field(default_factory=set)
 
     def agent(self, key: str, name: str | None = None) -> Contexts:
         """Return the contexts of a sub-agent, which begin empty.
@@ -169,6 +174,7 @@ class Contexts:
         key: str = "",
         *,
         given: bool | str = False,
+        is_alone: bool = False,
         aliases: Iterable[str] = (),
         for_others: Sequence[Message] | None = None,
         facts: Mapping[str, Any] = MappingProxyType({}),
@@ -181,13 +187,14 @@ class Contexts:
             key: Name of the record; "": its location. An answer whose key was said before is given.
             given: True if its answers are part of the prompt. A text says why, and is noted with the
                 number of these answers.
+            is_alone: See `Said`.
             aliases: Other names by which records refer to this one.
             for_others: See `Said`.
             facts: See `Said`.
         """
         key = key or where
         before = self._names.get(key)
-        node = self._add(Said(key, list(messages), where))
+        node = self._add(Said(key, list(messages), where, is_alone=is_alone))
         node.for_others, node.facts = for_others, facts
         node.is_copied = self.is_copied
         node.is_given = bool(given) or self.is_copied or (before is not None and before.is_answer)
@@ -198,7 +205,7 @@ class Contexts:
 
     def _add(self, node: Said) -> Said:
         node.before = self.tip
-        node.head = Head(self.system, self.tools, self.model)
+        node.head = Head(self.system, self.tools, self.model, self.sends)
         self._nodes.append(node)
         self._behind.setdefault(self.tip, []).append(node)
         self.tip = node
@@ -208,9 +215,8 @@ class Contexts:
         """Say again what an earlier context had, and return it; its answers are part of the prompt."""
         copies = []
         for node in nodes:
-            copy = self._add(Said(node.key, node.messages, node.where, is_given=True))
+            copy = self._add(replace(node, is_given=True, is_copied=False, mark=None))
             copy.head = copy.head._replace(model=node.head.model)
-            copy.for_others, copy.error, copy.loss = node.for_others, node.error, node.loss
             copies.append(copy)
         return copies
 
@@ -288,20 +294,10 @@ class Contexts:
         nodes.append(self.say([reply], where, key, aliases=aliases, facts=facts))
         last += [*prompt[num_same:], reply]
 
-    def close_calls(self, text: str, where: str) -> None:
-        """Say a result for each call of the last answer that has none, as the program sends it."""
-        answered = set[str | None]()
-        node = self.tip
-        while node is not None and not node.is_answer:
-            answered |= {message.get("tool_call_id") for message in node.messages}
-            node = node.before
-        for message in node.messages if node is not None else ():
-            answered.add(message.get("tool_call_id"))
-        calls = [c for m in node.messages for c in m.get("tool_calls", ())] if node else []
-        for call in calls:
-            if call.get("id") not in answered:
-                result = {"role": "tool", "content": text, "tool_call_id": call.get("id")}
-                self.say([result], where, f"{where} {call.get('id')}")
+    def sent(self, sends: Sends) -> list[Message]:
+        """Return the messages of the current context as they are sent."""
+        pieces = _pieces(self.path(), 0, Head(model=self.model))
+        return [piece.message for piece in sent(pieces, sends, self._noted)]
 
     def lose(
         self, error: InputError, where: str = "", *, in_answer: bool = False, loss: str = LOST
@@ -411,20 +407,21 @@ class Contexts:
     def _conversation(self, nodes: Sequence[Said], num_given: int, last: Said) -> Conversation:
         head = last.head
         prompt: list[Message] = [{"role": "system", "content": head.system}] if head.system else []
-        prompt += [m for node in nodes[:num_given] for m in _sent(node, head)]
-        rest = [m for node in nodes[num_given:] for m in _sent(node, node.head)]
+        pieces = sent(_pieces(nodes, num_given, head), head.sends, self._noted)
+        prompt += [piece.message for piece in pieces if piece.is_given]
+        rest = [piece.message for piece in pieces if not piece.is_given]
         step = Conversation(source=last.where, messages=[*prompt, *rest], tools=head.tools)
         step.num_given = len(prompt) if num_given else 0
         if self.has_prompts:
             step.source = nodes[num_given].where
             step.num_given = sum(len(node.messages) for node in nodes[:num_given])
-            sent = nodes[: nodes.index(last) + 1]
-            step.messages = [message for node in sent for message in node.messages]
+            until = nodes.index(last) + 1
+            step.messages = [message for node in nodes[:until] for message in node.messages]
         for name, value in last.facts.items():
             setattr(step, name, value)
-        if self.unsent_thoughts is not None:
+        if head.sends.unsent_thoughts is not None:
             answers = [message for message in rest if is_answer(message)]
-            note(self.unsent_thoughts, sum("reasoning_content" in m for m in answers[:-1]))
+            note(head.sends.unsent_thoughts, sum("reasoning_content" in m for m in answers[:-1]))
         return step
 
 
@@ -442,8 +439,12 @@ def _differ(node: Said, last: Said, before: Sequence[Said]) -> bool:
     return node.head[:2] != last.head[:2] or is_seen_otherwise
 
 
-def _sent(node: Said, head: Head) -> Sequence[Message]:
-    """Return the messages of a node as a model is sent them: none for an answer that says nothing."""
-    is_of_other = node.is_answer and node.head.model != head.model
-    messages = node.for_others if is_of_other and node.for_others is not None else node.messages
-    return [m for m in messages if m["role"] != "assistant" or is_answer(m)]
+def _pieces(nodes: Sequence[Said], num_given: int, head: Head) -> Iterator[Piece]:
+    """Yield the messages of a context, whose first nodes are given to a model: no empty answers."""
+    for i, node in enumerate(nodes):
+        is_given, messages = i < num_given, node.messages
+        if is_given and node.is_answer and node.head.model != head.model:
+            messages = [*node.for_others] if node.for_others is not None else messages
+        for message in messages:
+            if message["role"] != "assistant" or is_answer(message):
+                yield Piece(message, i, is_given, node.is_alone)

@@ -23,8 +23,8 @@ import msgspec
 from rollout_io.formats.base import note
 from rollout_io.formats.contexts import SUMMARIES, Contexts
 from rollout_io.formats.engines.sessions import Line, Names, Sessions
+from rollout_io.formats.grammar import like
 from rollout_io.formats.parsing.content import NO_JSON, json_text, known, tool_call, tool_result
-from rollout_io.formats.start import like
 
 _STATE = (
     "session.info session.resume session.shutdown session.usage_checkpoint session.usage_info "

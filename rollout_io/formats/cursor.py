@@ -19,9 +19,8 @@ import msgspec
 from rollout_io.formats.contexts import Contexts
 from rollout_io.formats.dialects import anthropic
 from rollout_io.formats.engines.sessions import Line, Names, Sessions
-from rollout_io.formats.grammar import Contents, inner
+from rollout_io.formats.grammar import Contents, inner, like
 from rollout_io.formats.parsing.content import Part
-from rollout_io.formats.start import like
 
 _BLOCKS = Contents(
     kind="type",

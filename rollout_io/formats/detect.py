@@ -18,9 +18,9 @@ import msgspec
 
 from rollout_io.dataset.opening import open_input, refuse_irregular
 from rollout_io.formats.base import Adapter
+from rollout_io.formats.engines.files import Start
 from rollout_io.formats.grammar import Coverage
 from rollout_io.formats.parsing.jsonl import read_document, refuse_lfs_pointer
-from rollout_io.formats.start import Start
 from rollout_io.formats.unrecognized import REFUSED, damage_in, look
 from rollout_io.plugins import Plugin, plugins
 from schemas.errors import ConfigError, InputError, RolloutError

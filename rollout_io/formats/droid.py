@@ -20,9 +20,8 @@ from rollout_io.formats.base import note
 from rollout_io.formats.contexts import Contexts
 from rollout_io.formats.dialects import anthropic
 from rollout_io.formats.engines.sessions import Line, Names, Sessions
-from rollout_io.formats.grammar import inner
+from rollout_io.formats.grammar import inner, like
 from rollout_io.formats.parsing.content import Content
-from rollout_io.formats.start import like
 
 COMPACTED = "compactions: the log does not say what they kept, so all messages are read"
 _LEAVES = {

@@ -72,8 +72,10 @@ def bar_of(select: str) -> float | None:
     return bar if select.startswith(">=") and abs(bar) < float("inf") else None
 
 
-def _written(module: str, dataset: PathLike, out: PathLike, failed: Failed) -> Exported:
-    done: Exported = import_module(f"rollout_io.formats.{module}").write(dataset, out, failed)
+def _written(name: str, dataset: PathLike, out: PathLike, failed: Failed) -> Exported:
+    module, _, function = name.partition(":")
+    write = getattr(import_module(f"rollout_io.formats.{module}"), function or "write")
+    done: Exported = write(dataset, out, failed)
     return done
 
 
@@ -113,9 +115,10 @@ FORMATS = {
     "trl": Format("samples of a GRPO rollout function, Parquet", partial(_written, "trl")),
     "verl": Format("agent-loop outputs, Parquet", partial(_written, "verl")),
     "slime": Format("a .pt for --load-debug-rollout-data", partial(_written, "slime_export")),
-    "hf": Format("a Hugging Face dataset folder", partial(_written, "hf")),
+    "hf": Format("a Hugging Face dataset folder", partial(_written, "hugging_face:write_folder")),
     "session_traces": Format(
-        "sessions for the Hub's viewer of traces, JSONL", partial(_written, "session_traces")
+        "sessions for the Hub's viewer of traces, JSONL",
+        partial(_written, "hugging_face:write_traces"),
     ),
     "parquet": Format("a directory of Parquet files with full prompts", _write_parquet),
 }

@@ -31,11 +31,11 @@ from rollout_io.formats.contexts import SUMMARIES, Contexts, Item, Said
 from rollout_io.formats.dialects import gemini
 from rollout_io.formats.dialects.gemini import Part, Parts, joined_content, parts_in, result_content
 from rollout_io.formats.engines.sessions import Line, Names, Sessions
-from rollout_io.formats.grammar import ITSELF, inner
+from rollout_io.formats.grammar import ITSELF, inner, like
 from rollout_io.formats.parsing.content import NO_JSON, extend, joined, json_text, tool_call
 from rollout_io.formats.parsing.content import Message as Chat
 from rollout_io.formats.parsing.media import part_of_data
-from rollout_io.formats.start import like
+from rollout_io.formats.requests import Sends
 
 WRITTEN = "answers that the program wrote, in the history after a compaction: part of the prompt"
 THOUGHTS = "thoughts that are not sent again, before later answers of their context"
@@ -104,7 +104,7 @@ def read(lines: Iterator[Line], log: Contexts) -> None:
     """Read the messages of a file."""
     logged, results, calls = set[str](), set[str](), dict[str | None, _ToolCall]()
     shown: Said | None = None  # the end of a history, which is what was sent, as it is
-    log.unsent_thoughts = THOUGHTS
+    log.sends = Sends(unsent_thoughts=THOUGHTS)
     for where, _, record in lines:
         if isinstance(record, Answer) and _has_calls_alone(record, log):
             calls |= {call.id: call for call in record.tool_calls or ()}

@@ -13,8 +13,9 @@ A fork is a session with copies of another one's messages; edits and `/clear` de
 
 The messages of the log become those of a request as in Goose (`fix_conversation` of
 `goose-provider-types/src/conversation.rs`, `filter_for_audience` of `conversation/message.rs`, and
-`agent.rs`): what is not meant for the assistant is not sent, consecutive messages of a role are one,
-a call without a result is no part of later prompts, and messages of a command are never sent. Goose
+`agent.rs`): what is not meant for the assistant is not sent (`"annotations": {"audience": ["user"]}`),
+consecutive messages of a role are one, a call without a result is no part of later prompts, a result of
+which nothing is sent is "(empty result)", and messages of a command are never sent. Goose
 stores the calls of one answer one by one, each with its result. The log has no reward, no token ids,
 no system prompt, no tool definitions, and no `<info-msg>`, which versions without `<turn-context>`
 insert into each request.
@@ -23,23 +24,193 @@ insert into each request.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from rollout_io.formats.base import note
 from rollout_io.formats.contexts import SUMMARIES, Contexts, Said
 from rollout_io.formats.dialects import anthropic
-from rollout_io.formats.engines.containers import columns_in, opened
-from rollout_io.formats.engines.rows import Rows
-from rollout_io.formats.engines.sessions import Line, Names
-from rollout_io.formats.goose_messages import StoredMessage, is_sent, part_of
-from rollout_io.formats.parsing.content import Part, same_json
+from rollout_io.formats.engines.files import columns_in, opened
+from rollout_io.formats.engines.sessions import Line, Names, Rows
+from rollout_io.formats.grammar import SELF, Contents, inner
+from rollout_io.formats.parsing.content import NO_JSON, Message, Part, known, same_json
+from rollout_io.formats.parsing.jsonl import decode_document
+from rollout_io.formats.requests import Sends
+
+_PARTS = Contents(
+    kind="type",
+    default="result",
+    reads={
+        "text": "text annotations.audience",
+        "image": "data mimeType annotations.audience",
+        "resource": "resource.text annotations.audience",
+        "thinking": "thinking",
+        "reasoning": "text",
+        "toolRequest": "id toolCall.value.name toolCall.value.arguments",
+        "toolResponse": "id toolResult.error",
+    },
+    leaves={
+        "facts about a part": "*/annotations.priority */annotations.lastModified */_meta */metadata "
+        "toolRequest/toolCall.status toolResponse/toolResult.status",
+        "facts about a resource": "resource/resource.uri resource/resource.mimeType "
+        "resource/resource._meta",
+        "why a call could not be read": "toolRequest/toolCall.error",
+        "repeats the text": "result/structuredContent",
+        "encrypted, for the API": "thinking/signature redactedThinking",
+        "shown to the user, not sent": "systemNotification actionRequired toolConfirmationRequest "
+        "contextLengthExceeded summarizationRequested conversationCompacted error",
+    },
+    inner={"toolResponse/toolResult.value": SELF, "result/content": SELF},
+)
+FAILED = "calls that Goose could not read, of which the log has only the error: left out"
+_COMMANDS = {
+    *("prompts", "compact", "summarize", "clear", "skills"),
+    *("doctor", "goal", "grind", "status"),
+}
+
+
+class _Told(msgspec.Struct, gc=False):
+    """What a call, or a result, is: a value or an error."""
+
+    value: Any = None
+    error: str | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        marked = isinstance(self.value, Mapping) and self.value.get("isError") is True
+        return marked or self.error is not None
+
+
+class _Annotations(msgspec.Struct, gc=False):
+    audience: list[str] | None = None
+
+
+class _Resource(msgspec.Struct, gc=False):
+    text: str | None = None
+
+
+class _Part(msgspec.Struct, gc=False, rename="camel"):
+    type: str
+    id: str | None = None
+    text: str | None = None
+    thinking: str | None = None
+    data: Any = None
+    mime_type: str | None = None
+    tool_call: _Told | None = None
+    tool_result: _Told | None = None
+    annotations: _Annotations | None = None
+    resource: _Resource | None = None
+
+    @property
+    def is_for_model(self) -> bool:
+        """True if the assistant is in its audience, which is everyone if it names none."""
+        audience = self.annotations.audience if self.annotations is not None else None
+        return audience is None or "assistant" in audience
+
+
+class _Metadata(msgspec.Struct, gc=False, rename="camel"):
+    user_visible: bool = True
+    agent_visible: bool = True
+    turn_context: bool = False
+
+
+class StoredMessage(msgspec.Struct, gc=False):
+    """A row of `messages`."""
+
+    role: str
+    content: Annotated[list[_Part], inner(_PARTS)]
+    metadata: _Metadata | None = None
+    created: int | None = None
+
+    @property
+    def facts(self) -> _Metadata:
+        """Who sees it."""
+        return self.metadata or _Metadata()
+
+    @property
+    def is_hidden(self) -> bool:
+        """True if the user does not see it."""
+        return not self.facts.user_visible
+
+    @property
+    def has_tools(self) -> bool:
+        """True if it has calls or results."""
+        return bool(self.ids("toolRequest") or self.ids("toolResponse"))
+
+    def ids(self, kind: str) -> list[str | None]:
+        """Return the ids of its calls (`toolRequest`) or of its results (`toolResponse`)."""
+        return [part.id for part in self.content if part.type == kind]
+
+    @property
+    def text(self) -> str:
+        """Its text, without whitespace around it."""
+        return "".join(part.text or "" for part in self.content if part.type == "text").strip()
+
+    @property
+    def is_command(self) -> bool:
+        """True if it is a command, which Goose runs itself."""
+        name = self.text.partition(" ")[0]
+        is_named = name.startswith("/") and name[1:] in _COMMANDS
+        return self.role == "user" and (is_named or self.text == "Please compact this conversation")
+
+
+class _Call(msgspec.Struct, gc=False):
+    name: str
+    arguments: msgspec.Raw = NO_JSON
+
+
+_CALL = msgspec.json.Decoder(_Call)
+_PART_LIST = msgspec.json.Decoder(list[_Part])
+
+
+def _part_of(part: _Part, where: str) -> Part | None:
+    """Return a part as in Anthropic's API; None if it is not sent."""
+    if not part.is_for_model:
+        return None
+    if part.type == "toolRequest" and part.tool_call is not None:
+        if part.tool_call.error is not None:
+            note(FAILED)
+            return None
+        call = decode_document(_CALL, msgspec.json.encode(part.tool_call.value), where)
+        return Part(type="tool_use", id=part.id, name=call.name, input=call.arguments)
+    if part.type == "toolResponse":
+        result = part.tool_result or _Told()
+        content = result.value.get("content") if isinstance(result.value, Mapping) else result.value
+        if result.error is not None or not isinstance(content, list):
+            text = result.error if result.error is not None else content
+            encoded = msgspec.json.encode(text if isinstance(text, str) else "")
+        else:
+            inner = decode_document(_PART_LIST, msgspec.json.encode(content), where)
+            shown = [sent for one in inner if (sent := _part_of(one, where)) is not None]
+            if not any(p.text or p.source or p.type not in _PARTS.types for p in shown):
+                shown = [Part(text="(empty result)")]
+            blocks = [{"type": p.type, "text": p.text, "source": p.source} for p in shown]
+            blocks = [{name: value for name, value in b.items() if value} for b in blocks]
+            encoded = msgspec.json.encode(blocks)
+        return Part(
+            type="tool_result",
+            tool_use_id=part.id,
+            content=msgspec.Raw(encoded),
+            is_error=result.has_failed,
+        )
+    if part.type == "image":
+        source = {"type": "base64", "media_type": part.mime_type, "data": part.data}
+        return Part(type="image", source=known(source))
+    if part.type == "resource" and part.resource is not None and part.resource.text is not None:
+        return Part(text=part.resource.text)
+    return Part(type=part.type, text=part.text, thinking=part.thinking) if _is_sent(part) else None
+
+
+def _is_sent(part: _Part) -> bool:
+    """True if a part is text, a thought, or of an unknown type."""
+    return part.type in {"text", "thinking", "reasoning"} or part.type not in _PARTS.types
+
 
 WRITTEN = "answers that the program wrote after a compaction: part of the prompt"
 REPLACED = "summaries of single calls, which take their place in later prompts: left out"
@@ -50,7 +221,7 @@ REPEATED = "final outputs that the program repeats as an answer: part of the pro
 UNSENT = "messages of commands, or for the user only, which are not sent: left out"
 SPLIT = "calls that are stored one by one with the same time: read as one answer"
 INVERTED = "calls that are stored as later than their results, which later turns may lack: kept"
-_PLACEHOLDER = "unparseable_tool_call"
+_SENDS = Sends({"user": "\n", "assistant": "\n"})
 _FINAL = {"recipe__final_output", "final_output"}
 _TABLES = {"sessions": {"id"}, "messages": {"session_id", "role", "content_json"}}
 
@@ -64,16 +235,13 @@ class _Database:
 
     def sessions(self) -> list[str]:
         """Return the ids of all sessions."""
-        return [
-            str(name) for (name,) in self.database.execute("SELECT id FROM sessions ORDER BY id")
-        ]
+        rows = self.database.execute("SELECT id FROM sessions ORDER BY id")
+        return [str(name) for (name,) in rows]
 
     def names(self, session: str) -> Names:
         """Return the names of a session; older versions lack some columns."""
-        columns = [
-            name if name in self.has["sessions"] else "NULL"
-            for name in ("parent_session_id", "working_dir")
-        ]
+        wanted = ("parent_session_id", "working_dir")
+        columns = [name if name in self.has["sessions"] else "NULL" for name in wanted]
         query = f"SELECT {', '.join(columns)} FROM sessions WHERE CAST(id AS TEXT) = ?"
         row = self.database.execute(query, (session,)).fetchone()
         parent, folder = (value if isinstance(value, str) else None for value in row)
@@ -123,21 +291,13 @@ def identity(_: str, message: bytes) -> str | None:
 
 @dataclass(slots=True)
 class _Entry:
-    """A stored message, or several that are sent as one.
-
-    Attributes:
-        given: Why the model did not write it; None if it did.
-        begins: True if it begins a context.
-        tip: What it follows.
-    """
+    """A stored message, or several that are one answer."""
 
     message: StoredMessage
     where: str
     is_copied: bool
     begins: bool = False
-    given: str | None = None
-    parts: list[Part] = field(default_factory=list)
-    tip: Said | None = None
+    """True if it begins a context."""
 
     @property
     def kind(self) -> str:
@@ -148,11 +308,25 @@ class _Entry:
 def read(lines: Iterator[Line], log: Contexts) -> None:
     """Read the messages of a session."""
     stored = [_Entry(message, where, log.is_copied) for where, _, message in lines]
-    session = _Session(log, {name for one in stored for name in one.message.ids("toolResponse")})
+    answered = {name for one in stored for name in one.message.ids("toolResponse")}
     _note_inverted(stored)
+    log.sends = _SENDS
     for entry in _joined(_sent(stored)):
-        session.add(entry)
-    session.flush()
+        if entry.begins:
+            note(SUMMARIES)
+            log.replace()
+        sent = [_part_of(part, entry.where) for part in entry.message.content]
+        parts = [part for part in sent if part is not None]
+        if all(part.type == "text" and not part.text for part in parts):
+            continue
+        if entry.kind != "assistant":
+            _drop_open_calls(log, answered)
+        given = _given(entry, parts, log.tip)
+        pieces = anthropic.messages_of(entry.message.role, parts, entry.where)
+        log.is_copied = entry.is_copied
+        is_more = entry.kind == "assistant" and log.tip is not None and log.tip.trains
+        where = log.tip.where if is_more and log.tip is not None else entry.where
+        log.say(pieces, where, entry.where, given=given or False, is_alone=entry.kind == "tool")
 
 
 def _note_inverted(stored: Sequence[_Entry]) -> None:
@@ -187,7 +361,7 @@ def _sent(stored: Sequence[_Entry]) -> Iterator[_Entry]:
         elif not (message.facts.agent_visible or message.has_tools) and (
             i > last_start or is_command or is_reply
         ):
-            note(UNSENT, int(any(map(is_sent, message.content))))
+            note(UNSENT, int(any(map(_is_sent, message.content))))
             continue
         yield one
 
@@ -224,93 +398,44 @@ def _is_split(answer: StoredMessage, after: StoredMessage) -> bool:
     return bool(calls) and is_same and not after.text and thoughts <= before | {None}
 
 
-@dataclass(slots=True)
-class _Session:
-    """What is said of a session.
+def _given(entry: _Entry, parts: Sequence[Part], tip: Said | None) -> str | None:
+    """Return why the model did not write a message behind the tip; None if it did."""
+    if entry.kind != "assistant":
+        return None
+    if entry.message.is_hidden:
+        return WRITTEN
+    names = {part.name for part in parts if part.type == "tool_use"}
+    if "unparseable_tool_call" in names:
+        return PLACEHOLDERS
+    answer = tip
+    while answer is not None and answer.role == "tool":
+        answer = answer.before
+    if names or answer is None or answer is tip:
+        return None
+    calls = [call["function"] for m in answer.messages for call in m.get("tool_calls", ())]
+    outputs = [call["arguments"].encode() for call in calls if call["name"] in _FINAL]
+    text = entry.message.text.encode()
+    return REPEATED if any(same_json(text, output) for output in outputs) else None
 
-    Attributes:
-        answered: Ids of the calls that have a result.
-        pending: What may continue.
-        before: What was said before `last`.
-        last: What was said last.
-    """
 
-    log: Contexts
-    answered: set[str | None]
-    pending: _Entry | None = None
-    before: _Entry | None = None
-    last: _Entry | None = None
+def _drop_open_calls(log: Contexts, answered: Collection[str | None]) -> None:
+    """Take calls of the last answer that have no result out of what follows."""
+    answer, node = list[Said](), log.tip
+    while node is not None and node.role == "assistant":
+        answer.insert(0, node)
+        node = node.before
+    calls = [call for one in answer for m in one.messages for call in m.get("tool_calls", ())]
+    if any(call.get("id") not in answered for call in calls):
+        log.rewind(node)
+        log.keep(
+            replace(one, messages=[_without_open_calls(m, answered) for m in one.messages])
+            for one in answer
+        )
 
-    def add(self, entry: _Entry) -> None:
-        """Add a message to the one before, if these are sent as one."""
-        if entry.begins:
-            self.flush()
-            note(SUMMARIES)
-            self.log.replace()
-            self.before = self.last = None
-        sent = [part_of(part, entry.where) for part in entry.message.content]
-        entry.parts = [part for part in sent if part is not None]
-        entry.given = self._given(entry)
-        if not any(part.type != "text" or part.text for part in entry.parts):
-            return
-        one = self.pending
-        if one is None or (one.kind, one.given, one.is_copied) != (
-            entry.kind,
-            entry.given,
-            entry.is_copied,
-        ):
-            self.flush()
-            self.pending = entry
-        else:
-            one.parts += entry.parts
 
-    def _given(self, entry: _Entry) -> str | None:
-        if entry.kind != "assistant":
-            return None
-        if entry.message.is_hidden:
-            return WRITTEN
-        names = {part.name for part in entry.parts if part.type == "tool_use"}
-        if _PLACEHOLDER in names:
-            return PLACEHOLDERS
-        results, answer = self.pending, self.last
-        if names or results is None or results.kind != "tool" or answer is None:
-            return None
-        outputs = [bytes(part.input) for part in answer.parts if part.name in _FINAL]
-        text = entry.message.text.encode()
-        return REPEATED if any(same_json(text, output) for output in outputs) else None
-
-    def flush(self) -> None:
-        """Say what is pending."""
-        entry, self.pending = self.pending, None
-        if entry is None:
-            return
-        self._drop_open_calls(entry)
-        self._say(entry)
-
-    def _drop_open_calls(self, entry: _Entry) -> None:
-        """Take calls of the last answer that have no result out of what follows."""
-        answer, before = self.last, self.before
-        if answer is None or answer.kind != "assistant":
-            return
-        rest = [p for p in answer.parts if p.type != "tool_use" or p.id in self.answered]
-        if len(rest) == len(answer.parts):
-            return
-        self.log.rewind(answer.tip)
-        self.last, self.before = before, None
-        if rest:
-            self._say(replace(answer, parts=rest))
-        elif before is not None and before.kind == entry.kind == "user":
-            self.log.rewind(before.tip)
-            self.last = None
-            entry.parts = [*before.parts, *entry.parts]
-
-    def _say(self, entry: _Entry) -> None:
-        pieces = anthropic.messages_of(entry.message.role, entry.parts, entry.where)
-        self.log.is_copied = entry.is_copied
-        before = self.log.tip
-        self.log.say(pieces, entry.where, given=entry.given or False)
-        entry.tip = before
-        self.before, self.last = self.last, entry
+def _without_open_calls(message: Message, answered: Collection[str | None]) -> Message:
+    calls = [call for call in message.get("tool_calls", ()) if call.get("id") in answered]
+    return known(message | {"tool_calls": calls or None})
 
 
 ADAPTER = Rows(

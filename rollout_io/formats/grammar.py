@@ -390,3 +390,39 @@ def _is_structured(kind: inspect.Type) -> bool:
         return _is_structured(kind.item_type)
     is_inner = isinstance(kind, inspect.Metadata) and _INNER in (kind.extra or {})
     return is_inner or isinstance(kind, inspect.StructType)
+
+
+def like(*patterns: Any) -> Callable[[Any], bool]:
+    """Return a test for `is_record`: a decoded value has one of these forms.
+
+    A pattern is a type, a set of values, a dictionary with a pattern for each key (None: the key is
+    absent), or a list with the pattern of all its elements; anything else is a value. A text is the keys
+    of an object.
+
+    Example:
+        >>> is_head = like(
+        ...     {"type": {"session", "fork"}, "id": str, "message": None, "tools": [{"name": str}]}
+        ... )
+        >>> (
+        ...     is_head({"type": "fork", "id": "1", "tools": []}),
+        ...     is_head({"type": "fork", "id": 1, "tools": []}),
+        ... )
+        (True, False)
+    """
+    forms = [dict.fromkeys(p.split(), object) if isinstance(p, str) else p for p in patterns]
+    return lambda value: any(_fits(value, form) for form in forms)
+
+
+def _fits(value: Any, pattern: Any) -> bool:
+    if isinstance(pattern, type):
+        return isinstance(value, pattern)
+    if isinstance(pattern, dict):
+        return isinstance(value, dict) and all(
+            key not in value if part is None else key in value and _fits(value[key], part)
+            for key, part in pattern.items()
+        )
+    if isinstance(pattern, list):
+        return isinstance(value, list) and all(_fits(part, pattern[0]) for part in value)
+    if isinstance(pattern, Collection) and not isinstance(pattern, str):
+        return isinstance(value, str) and value in pattern
+    return bool(value == pattern)

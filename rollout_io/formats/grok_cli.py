@@ -25,9 +25,8 @@ import msgspec
 from rollout_io.formats.base import note
 from rollout_io.formats.contexts import Contexts
 from rollout_io.formats.engines.sessions import Line, Names, Sessions
-from rollout_io.formats.grammar import Contents, inner
+from rollout_io.formats.grammar import Contents, inner, like
 from rollout_io.formats.parsing.content import NO_JSON, Part, json_text, known, shown, tool_call
-from rollout_io.formats.start import like
 
 KEPT = "answers before a compaction, which wrote the log again: part of the prompt"
 SHORTENED = "long results of earlier turns, which Grok with memories shortens once half of its window is full"

@@ -36,6 +36,7 @@ from rollout_io.formats.base import (
     Rejected,
     Run,
 )
+from rollout_io.formats.engines.files import Start
 from rollout_io.formats.harbor_trial import (
     keeps_text,
     read_trial,
@@ -43,7 +44,6 @@ from rollout_io.formats.harbor_trial import (
 from rollout_io.formats.parsing.content import known
 from rollout_io.formats.parsing.jsonl import read_document
 from rollout_io.formats.parsing.records import INCOMPLETE
-from rollout_io.formats.start import Start
 from schemas.errors import InputError, RolloutError
 
 Key = tuple[str, int]

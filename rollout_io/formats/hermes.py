@@ -14,15 +14,17 @@ of the prompt; the answers before it train in the context in which they were sam
                 (compacted)                                 1 2 S 5 6 7, of which 7 is new
 
 So are the messages of its parent with which a branch begins. Messages that are neither `active` nor
-`compacted` were taken back by the user and are left out. The messages of a request are those of
-`hermes_requests`; compressions are those of Hermes 0.19 (`agent/context_compressor.py`), whose export has
-active messages alone. The log has no tool definitions, no reward and no token ids.
+`compacted` were taken back by the user and are left out. The rules are those of Hermes 0.19, whose export has
+active messages alone: what it stores (`hermes_state.py`, `run_agent.py`), what it makes of that for a request
+(`agent/conversation_loop.py`, `agent/agent_runtime_helpers.py`), and compressions
+(`agent/context_compressor.py`). Not in a log, so unknown here: a system prompt for one call only, prefilled
+messages, and what is said during a call after its result was stored; nor tool definitions, a reward or token ids.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -36,21 +38,200 @@ from rollout_io.formats.chats import (
     with_groups,
 )
 from rollout_io.formats.contexts import SUMMARIES, Contexts
-from rollout_io.formats.engines.records import Records, is_object_with, joined
-from rollout_io.formats.grammar import inner
-from rollout_io.formats.hermes_requests import (
-    HERMES_MESSAGE,
-    THOUGHTS,
-    Row,
-    answered,
-    repaired,
-    rows_of,
-    sends_thoughts,
-)
-from rollout_io.formats.parsing.content import NO_JSON
+from rollout_io.formats.engines.records import Records, joined
+from rollout_io.formats.grammar import inner, like
+from rollout_io.formats.parsing.content import NO_JSON, Message
 from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.messages import openai_tools
+from rollout_io.formats.parsing.messages import CALLS, INACTIVE, MESSAGE, openai_tools, read_message
 from rollout_io.formats.parsing.records import read_record
+from rollout_io.formats.requests import Sends
+
+NOT_SENT = "messages with a role that Hermes does not send: left out"
+NOT_SAMPLED = "answers that no call ended (no `finish_reason`): interrupted, or the program's: part of the prompt"
+_ROLES = {"system", "user", "assistant", "tool", "function", "developer"}
+ORPHANS = "results without a call before them, which Hermes does not send: left out"
+UNANSWERED = "calls without a result, for which Hermes sends one"
+ASKED = "answers that the program asked for in words that are not in the log: part of the prompt"
+_SENDS = Sends(
+    {"user": "\n\n"},
+    missing="[Result unavailable — see context summary above]",
+    is_missing_first=True,
+    unanswered=UNANSWERED,
+    orphans=ORPHANS,
+)
+_CANDIDATES = {"verification_required", "verify_hook_continue"}
+"""Ends of answers that the next one replaces."""
+THOUGHTS = "thoughts that Hermes sends again only to DeepSeek, Kimi and MiMo, before later answers"
+_THINKERS = ("deepseek", "mimo")
+_PROVIDERS = {"deepseek", "xiaomi", "kimi-coding", "kimi-coding-cn"}
+_HOSTS = ("api.kimi.com", "moonshot.ai", "moonshot.cn", "api.deepseek.com", "xiaomimimo.com")
+_SUMMARY = ("[CONTEXT COMPACTION", "[CONTEXT SUMMARY")
+_MERGED = "[END OF PRIOR CONTEXT — COMPACTION SUMMARY BELOW]"
+"""What stands before a summary that was written behind the text of the first message that was kept."""
+_OF_CALLS = {
+    "names of calls, and signatures, for the API": "call_id response_item_id extra_content"
+}
+_MESSAGE = MESSAGE.plus(
+    reads={"message": "compacted api_content finish_reason timestamp"},
+    leaves={
+        "repeats the name of a call": "message/tool_name",
+        "names of messages": "message/session_id message/platform_message_id message/observed",
+        "facts about a message": "message/token_count message/effect_disposition",
+        "repeats the reasoning and the text, for the API": "message/reasoning_details "
+        "message/codex_reasoning_items message/codex_message_items",
+    },
+    inner={"message/tool_calls": CALLS.plus(leaves=_OF_CALLS)},
+)
+
+
+class _State(msgspec.Struct, gc=False):
+    """What a message has beside its text."""
+
+    role: str
+    active: bool | int | None = None
+    compacted: bool | int | None = None
+    api_content: str | None = None
+    finish_reason: str | None = None
+    timestamp: float | None = None
+    reasoning_details: Any = None
+    codex_reasoning_items: Any = None
+    codex_message_items: Any = None
+
+    @property
+    def is_interim(self) -> bool:
+        """True if the API has items of the answer."""
+        has_items = bool(self.codex_reasoning_items or self.codex_message_items)
+        return has_items or self.finish_reason == "incomplete"
+
+
+class _Row(NamedTuple):
+    """A message.
+
+    Attributes:
+        is_old: True if a later compression took its place.
+        state: Its other fields.
+        given: Why an answer is part of the prompt; None: it is not.
+    """
+
+    message: Message
+    where: str
+    is_old: bool
+    state: _State
+    given: str | None = None
+
+    @property
+    def role(self) -> str:
+        return str(self.message["role"])
+
+    @property
+    def is_thought(self) -> bool:
+        """True if it is an answer of thoughts alone, which is not sent again."""
+        message = self.message
+        is_empty = not message.get("tool_calls") and not message["content"]
+        return self.role == "assistant" and is_empty and not self.state.is_interim
+
+    @property
+    def is_alone(self) -> bool:
+        """True if it is never merged with one beside it."""
+        is_text = isinstance(self.message["content"], str) or self.role == "assistant"
+        return self.is_summary or self.state.is_interim or not is_text
+
+    @property
+    def is_summary(self) -> bool:
+        """True if a compression wrote it, by what it says at its start."""
+        content = self.message["content"] or ()
+        parts = [{"text": content}] if isinstance(content, str) else content
+        text = "\n".join(part.get("text", "") for part in parts)
+        return text.rpartition(_MERGED)[2].lstrip().startswith(_SUMMARY)
+
+
+def _name_of(message: Message) -> Any:
+    """Return what a copy of a message has too: arguments and results of calls may be shortened in it."""
+    calls = [call.get("id") for call in message.get("tool_calls", ())]
+    call = message.get("tool_call_id")
+    if all(calls) and calls:
+        return ("calls", calls)
+    return ("tool", call) if call else message
+
+
+_STATE = msgspec.json.Decoder(_State)
+
+
+def _rows_of(messages: Sequence[msgspec.Raw], where: str) -> list[_Row]:
+    """Return the messages of a session as they are sent, without those that were taken back."""
+    states = [
+        decode_line(_STATE, bytes(raw), f"{where}, messages[{i}]") for i, raw in enumerate(messages)
+    ]
+    has_reasons = any(state.finish_reason for state in states)
+    rows = list[_Row]()
+    for i, (raw, state) in enumerate(zip(messages, states, strict=True)):
+        place = f"{where}, messages[{i}]"
+        is_active = state.active is None or bool(state.active)
+        if not is_active and not state.compacted:
+            note(INACTIVE)
+        elif state.role not in _ROLES:
+            note(NOT_SENT)
+        else:
+            is_sampled = state.finish_reason is not None or not has_reasons
+            given = None if is_sampled or state.role != "assistant" else NOT_SAMPLED
+            message = _sent(read_message(raw, place), state)
+            rows.append(_Row(message, place, not is_active, state, given))
+    return rows
+
+
+def _sends_thoughts(provider: str, url: str, model: str, rows: Iterable[_Row]) -> bool:
+    """True if thoughts of earlier answers are sent again, as text or as the API's own items."""
+    is_asked_for = provider in _PROVIDERS or any(host in url for host in _HOSTS)
+    is_thinker = any(name in model.lower() for name in _THINKERS)
+    has_items = any(row.state.reasoning_details or row.state.is_interim for row in rows)
+    return is_asked_for or is_thinker or has_items
+
+
+def _sent(message: Message, state: _State) -> Message:
+    """Return a message as Hermes sends it: with what it added, and without space around it."""
+    content = message["content"]
+    if state.api_content and state.role in {"user", "assistant"}:
+        content = state.api_content
+    is_text = isinstance(content, str) and state.role != "assistant"
+    return message | {"content": content.strip() if is_text else content}
+
+
+def _say(rows: Sequence[_Row], num_written: int, log: Contexts) -> None:
+    """Say the messages of a context, of which a compression or a branch wrote the first ones.
+
+    An answer behind an answer takes its place in later requests, or is merged with it: the program had
+    asked for it in words that are not in the log.
+    """
+    last, start, is_asked = None, None, False  # the last message that is no result; what it follows
+    for n, row in enumerate(rows):
+        is_answer = row.role == "assistant"
+        is_asked = is_asked and row.role != "user"
+        if log.sends.joins and last is not None and _replaces(row, last):
+            log.rewind(start)
+            is_asked = is_asked or is_answer
+            if is_answer and last.state.finish_reason not in _CANDIDATES:
+                row = row._replace(message=_merged(last.message, row.message))
+        if row.role != "tool":
+            last, start = row, log.tip
+        given = n < num_written or row.given or (ASKED if is_asked and is_answer else False)
+        log.say([row.message], row.where, given=given, is_alone=row.is_alone)
+
+
+def _replaces(row: _Row, last: _Row) -> bool:
+    """True if requests behind a message do not have the answer before it."""
+    if last.role != "assistant" or last.message.get("tool_calls"):
+        return False
+    return not (last.is_alone or row.is_alone) if row.role == "assistant" else last.is_thought
+
+
+def _merged(last: Message, message: Message) -> Message:
+    """Return two answers as one."""
+    contents = [other["content"] for other in (last, message)]
+    content = next(filter(None, contents), "")
+    if all(isinstance(content, str) for content in contents):
+        content = "\n".join(filter(None, map(str.strip, contents)))
+    return {**message, **last, "content": content}
+
 
 NO_PARENT = (
     "compressed sessions whose parent is not in the log: kept answers are not told from new ones"
@@ -76,7 +257,7 @@ _LEAVES = {
 class Session(Line, kw_only=True):
     """A session, whose numbers become metrics."""
 
-    messages: Annotated[list[msgspec.Raw], inner(HERMES_MESSAGE)]
+    messages: Annotated[list[msgspec.Raw], inner(_MESSAGE)]
     message_count: int
     parent_session_id: str | None = None
     end_reason: str | None = None
@@ -111,14 +292,14 @@ def _name(session: Session) -> str:
     return str(_NAME.decode(session.id))
 
 
-def _parts(rows: Iterable[Row], *, is_continued: bool) -> list[list[Row]]:
+def _parts(rows: Iterable[_Row], *, is_continued: bool) -> list[list[_Row]]:
     """Divide the messages of a session at its compressions: each part begins with what one wrote.
 
     Args:
         rows: The messages.
         is_continued: True if the first part begins with what a compression wrote, too.
     """
-    parts, is_before_summary = [list[Row]()], is_continued
+    parts, is_before_summary = [list[_Row]()], is_continued
     for row in rows:
         part = parts[-1]
         if part and part[-1].is_old and not row.is_old:
@@ -134,25 +315,25 @@ def _parts(rows: Iterable[Row], *, is_continued: bool) -> list[list[Row]]:
     return [part for part in parts if part]
 
 
-def _is_head(part: Sequence[Row], parts: Sequence[Sequence[Row]]) -> bool:
+def _is_head(part: Sequence[_Row], parts: Sequence[Sequence[_Row]]) -> bool:
     """True if the last of some parts is no more than the beginning of the one before it."""
     before = parts[-2][: len(part)] if len(parts) > 1 else []
-    return [row.name for row in part] == [row.name for row in before]
+    return [_name_of(row.message) for row in part] == [_name_of(row.message) for row in before]
 
 
-def _num_repeated(rows: Sequence[Row]) -> int:
+def _num_repeated(rows: Sequence[_Row]) -> int:
     """Return the largest number of messages at the end that are copies of the first ones."""
-    names = [row.name for row in rows]
+    names = [_name_of(row.message) for row in rows]
     sizes = range(len(names) // 2, 0, -1)
     return next((size for size in sizes if names[:size] == names[-size:]), 0)
 
 
-def _num_summarized(rows: Sequence[Row]) -> int:
+def _num_summarized(rows: Sequence[_Row]) -> int:
     """Return the number of messages up to the last summary."""
     return max((i + 1 for i, row in enumerate(rows) if row.is_summary), default=0)
 
 
-def _num_inserted(rows: Sequence[Row]) -> int:
+def _num_inserted(rows: Sequence[_Row]) -> int:
     """Return how many copies a compression wrote behind a summary, by their times.
 
     Args:
@@ -169,15 +350,15 @@ def _num_inserted(rows: Sequence[Row]) -> int:
     return len(rows) - 1
 
 
-def _num_written(rows: Sequence[Row], before: Sequence[Row], *, is_compressed: bool) -> int:
+def _num_written(rows: Sequence[_Row], others: Sequence[Any], *, is_compressed: bool) -> int:
     """Return how many messages a compression or a branch wrote: copies, around a summary.
 
     Args:
         rows: Messages of a session, or of a part of it.
-        before: Messages of what it continues.
+        others: Names of the messages of what it continues.
         is_compressed: True if that ended with a compression.
     """
-    names, others = [row.name for row in rows], [row.name for row in before]
+    names = [_name_of(row.message) for row in rows]
     pairs = enumerate(zip(names, others, strict=False))
     num_head = next(
         (i for i, (name, other) in pairs if name != other), min(len(names), len(others))
@@ -204,10 +385,11 @@ def _is_continued(run: Run, parent: Run) -> bool:
     session, before = _session(run.places[0]), _session(parent.places[0])
     is_child = before.parent_session_id is not None
     (*_, last), (first, *_) = (
-        _parts(rows_of(before.messages, ""), is_continued=is_child) or [[]],
-        _parts(rows_of(session.messages, ""), is_continued=True) or [[]],
+        _parts(_rows_of(before.messages, ""), is_continued=is_child) or [[]],
+        _parts(_rows_of(session.messages, ""), is_continued=True) or [[]],
     )
-    return _num_written(first, last, is_compressed=before.end_reason == _COMPRESSION) > 0
+    others = [_name_of(row.message) for row in last]
+    return _num_written(first, others, is_compressed=before.end_reason == _COMPRESSION) > 0
 
 
 def read(session: Session, run: Run, _: Options) -> Trajectory:
@@ -217,21 +399,20 @@ def read(session: Session, run: Run, _: Options) -> Trajectory:
         InputError: `message`: there are two system prompts, or an invalid message.
     """
     log = Contexts(tools=openai_tools(session.tools))
-    is_thoughtless = True
-    ends: dict[str, tuple[list[Row], bool]] = {}
+    ends: dict[str, tuple[list[Any], bool]] = {}
     for i, place in enumerate(run.places):
         other = _session(place) if i else session
-        rows = rows_of(other.messages, place.where)
+        rows = _rows_of(other.messages, place.where)
         system = system_of(other, (row.message for row in rows), place.where)
         provider, url = other.billing_provider or "", other.billing_base_url or ""
-        if sends_thoughts(provider, url, other.model or "", rows):
-            is_thoughtless = False
-        is_called = any(row.state.finish_reason for row in rows)
+        has_thoughts = _sends_thoughts(provider, url, other.model or "", rows)
         parent = other.parent_session_id
         before, is_compressed = ends.get(parent or "", ([], False))
-        for logged in _parts(rows, is_continued=parent is not None):
-            # Hermes stores how each of its calls ended: else another program made the requests.
-            part, live = repaired(answered(logged)) if is_called else (logged, logged)
+        # Hermes stores how each of its calls ended: else another program made the requests.
+        is_called = any(row.state.finish_reason for row in rows)
+        log.sends = _SENDS if is_called else Sends()
+        log.sends = log.sends._replace(unsent_thoughts=None if has_thoughts else THOUGHTS)
+        for part in _parts(rows, is_continued=parent is not None):
             num_written = _num_summarized(part)
             if before:
                 num_repeated = _num_written(part, before, is_compressed=is_compressed)
@@ -242,13 +423,10 @@ def read(session: Session, run: Run, _: Options) -> Trajectory:
             note(SUMMARIES, any(row.is_summary for row in part[:num_written]))
             log.replace()
             log.say(system, place.where)
-            for n, row in enumerate(part):
-                if row.back:
-                    log.rewind(log.path()[-row.back].before)
-                log.say([row.message], row.where, given=n < num_written or row.given or False)
-            before, is_compressed = live, True
+            _say(part, num_written, log)
+            live = log.sent(log.sends._replace(missing=None))  # what a compression copies
+            before, is_compressed = [*map(_name_of, live[len(system) :])], True
         ends[_name(other)] = before, other.end_reason == _COMPRESSION
-    log.unsent_thoughts = THOUGHTS if is_thoughtless else None
     trajectory = trajectory_of(session, run, log.steps())
     totals = dict(trajectory.metrics)
     for place in run.places[1:]:
@@ -263,7 +441,7 @@ ADAPTER = Records(
     leaves=_LEAVES,
     run=run_of,
     read=read,
-    is_record=is_object_with(["id", "source", "system_prompt", "message_count", "messages"]),
+    is_record=like("id source system_prompt message_count messages"),
     finish=lambda items: joined(with_groups(items), _names, _is_continued),
 ).adapter(
     "sessions of Hermes Agent, as it exports them: JSONL; text only", "session", is_agent=True

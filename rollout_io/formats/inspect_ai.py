@@ -23,7 +23,7 @@ import msgspec
 
 from rollout_io.dataset.opening import Version, read_input
 from rollout_io.formats.base import About, Found, Input, Options, Place, Run, Trajectory
-from rollout_io.formats.engines.containers import is_zip, members_of, read_member
+from rollout_io.formats.engines.files import Start, is_zip, members_of, read_member
 from rollout_io.formats.engines.records import Records
 from rollout_io.formats.grammar import Grammar, account
 from rollout_io.formats.parsing.bodies import Sampling, sampling_extra
@@ -32,7 +32,6 @@ from rollout_io.formats.parsing.jsonl import decode_document, decode_line, refus
 from rollout_io.formats.parsing.messages import MESSAGE, read_message
 from rollout_io.formats.parsing.model_calls import Call, steps_of
 from rollout_io.formats.parsing.tokens import INT32_MAX
-from rollout_io.formats.start import Start
 from schemas.errors import InputError, RolloutError
 
 _LETTERS = {

@@ -15,9 +15,9 @@ This is `agents/AGENT/wire.jsonl` of Kimi Code; `context.jsonl` of older version
 A step is an answer. A compaction begins a context with the user's messages that it kept and the
 summary; `context.clear` and `context.undo` take messages back. The messages of the log become those
 of a request as in Kimi Code (`loopEventFold.ts`, `toolResultRender.ts`, `contextOps.ts`): results say
-that their call failed or was interrupted, what the user writes meanwhile follows the results, and an
-undo ends at a compaction. A session is a run, with its sub-agents. The log has no reward and no token
-ids.
+that their call failed or was interrupted, what the user writes meanwhile follows the results, prompts in
+a row are one message (`projection.ts`), and an undo ends at a compaction. A session is a run, with its
+sub-agents. The log has no reward and no token ids.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rollout_io.formats.base import note
 from rollout_io.formats.contexts import Contexts, Said
 from rollout_io.formats.dialects.responses import tools
 from rollout_io.formats.engines.sessions import Line, Names, Sessions
-from rollout_io.formats.grammar import Contents, inner
+from rollout_io.formats.grammar import Contents, inner, like
 from rollout_io.formats.parsing.content import (
     NO_JSON,
     Message,
@@ -47,7 +47,7 @@ from rollout_io.formats.parsing.content import (
     tool_call,
     tool_result,
 )
-from rollout_io.formats.start import like
+from rollout_io.formats.requests import Sends
 
 PARTS = Contents(
     kind="type",
@@ -96,6 +96,7 @@ _INTERRUPTED = (
     "Tool execution was interrupted before its result was recorded. "
     "Do not assume the tool completed successfully."
 )
+_SENDS = Sends({"user": "\n\n"}, missing=f"{_FAILED}\n{_INTERRUPTED}")
 LATE = "results of calls that have one or are not in the context, which are not sent: left out"
 _CUT = "answers after a compaction that cut off the user's messages: left out"
 _Content = str | list[_Part] | None
@@ -231,8 +232,10 @@ class _Wire:
         if isinstance(message, _Message) and message.role == "tool":
             result = _Result(message.content, message.is_error, message.note)
             sent = _result(result, message.tool_call_id)
-        node = self.log.say([sent], where)
-        origin = (message.origin if isinstance(message, _Message) else None) or _Origin("user")
+        origin = message.origin if isinstance(message, _Message) else None
+        is_typed = origin is not None and origin.kind == "user"
+        node = self.log.say([sent], where, is_alone=not is_typed)
+        origin = origin or _Origin("user")
         if message.role == "user" and (origin.kind == "user" or origin.trigger == "user-slash"):
             self.prompts[node] = message.id if isinstance(message, _Message) else None
         elif origin.owner_prompt_id is not None:
@@ -240,11 +243,12 @@ class _Wire:
 
     def event(self, event: _Event, where: str) -> None:
         """Add an event of a step."""
+        self.log.sends = _SENDS
         if event.type == "step.begin":
-            self._settle(where)
+            self._settle()
             self._step(event.uuid, where)
         elif event.type == "step.end" and event.finish_reason not in {"interrupted", "error"}:
-            self._settle(where)
+            self._settle()
         elif event.type == "content.part" and event.part is not None:
             extend(self._step(event.step_uuid, where), _said("assistant", [event.part]))
         elif event.type == "tool.call":
@@ -257,19 +261,14 @@ class _Wire:
         elif event.type == "tool.result":
             self.log.say([_result(event.result or _Result(), event.tool_call_id)], where)
             self.open_calls.discard(event.tool_call_id)
-            self._flush()
+            if not self.open_calls:
+                self._settle()
 
-    def _settle(self, where: str) -> None:
-        """End a step: a call without a result was interrupted."""
-        if self.open_calls:
-            self.log.close_calls(f"{_FAILED}\n{_INTERRUPTED}", where)
+    def _settle(self) -> None:
+        """End a step: what waited for results that never came is said."""
         self.open_calls.clear()
-        self._flush()
-
-    def _flush(self) -> None:
-        waiting = [] if self.open_calls else self.waiting
-        while waiting:
-            self.add(*waiting.pop(0))
+        while self.waiting:
+            self.add(*self.waiting.pop(0))
 
     def end(self) -> None:
         """Forget the current step, as its context ends."""
@@ -295,7 +294,7 @@ class _Wire:
             else _said("user", text.content)
         )
         if line.legacy_tail or (line.legacy_tail is None and num_kept is None):
-            self.summaries.add(log.say([summary], where))
+            self.summaries.add(log.say([summary], where, is_alone=True))
             num_compacted = line.compacted_count or line.count or 0
             self._keep(path[num_compacted:])
             return
@@ -304,7 +303,7 @@ class _Wire:
             log.lose(bad_message(where, finding), where, loss=_CUT)
         prompts = [node for node in path if node in self.prompts]
         self._keep(prompts[max(len(prompts) - (num_kept or 0), 0) :])
-        self.summaries.add(log.say([summary], where))
+        self.summaries.add(log.say([summary], where, is_alone=True))
 
     def _keep(self, nodes: Sequence[Said]) -> None:
         for node, copy in zip(nodes, self.log.keep(nodes), strict=True):

@@ -48,8 +48,9 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.dialects.responses import ITEMS
-from rollout_io.formats.engines.records import Open, Records, is_object_with
-from rollout_io.formats.grammar import Contents, inner
+from rollout_io.formats.engines.files import Start
+from rollout_io.formats.engines.records import Open, Records
+from rollout_io.formats.grammar import Contents, inner, like
 from rollout_io.formats.nemo_gym_text import Request, read_conversation
 from rollout_io.formats.parsing.bodies import sampling_extra
 from rollout_io.formats.parsing.content import NO_JSON
@@ -62,7 +63,6 @@ from rollout_io.formats.parsing.model_calls import (
 )
 from rollout_io.formats.parsing.records import ModelNames, natural_key, numbers, read_record
 from rollout_io.formats.parsing.tokens import INT32_MAX, logprob_array, token_ids
-from rollout_io.formats.start import Start, like
 from schemas.errors import InputError
 
 _OTHER_FIELDS = {"responses_create_params", "response", "agent_ref"}
@@ -318,7 +318,6 @@ ADAPTER = replace(
 
 
 _HINT = "convert the rollouts of NeMo Gym, which have all ids (--format nemo_gym)"
-_PAIR = ("seen_token_ids", "output_prompt_token_ids")
 _RL_LEAVES = {
     "texts and settings beside the tokens": "message_log.content input_message_log full_result"
 }
@@ -391,7 +390,7 @@ def _step(message: _RlMessage, ids: Sequence[list[int]], where: str) -> Step:
     )
 
 
-_has_log, _is_pair = is_object_with(["message_log"]), is_object_with(_PAIR)
+_has_log, _is_pair = like("message_log"), like("seen_token_ids output_prompt_token_ids")
 
 
 def _is_rl_document(value: Any) -> bool:

@@ -31,8 +31,7 @@ import msgspec
 from rollout_io.formats.base import note
 from rollout_io.formats.contexts import SUMMARIES, Contexts, Said
 from rollout_io.formats.dialects.pi import CUT
-from rollout_io.formats.engines.rows import Rows
-from rollout_io.formats.engines.sessions import Line
+from rollout_io.formats.engines.sessions import Line, Rows
 from rollout_io.formats.grammar import Contents, inner
 from rollout_io.formats.opencode_stores import Span, is_store, open_store
 from rollout_io.formats.parsing.content import (

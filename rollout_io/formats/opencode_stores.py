@@ -16,12 +16,11 @@ from typing import Any
 import msgspec
 
 from rollout_io.formats.base import note
-from rollout_io.formats.engines.containers import columns_in, opened
+from rollout_io.formats.engines.files import Start, columns_in, opened
 from rollout_io.formats.engines.sessions import Names
 from rollout_io.formats.parsing.content import known
 from rollout_io.formats.parsing.jsonl import decode_document
 from rollout_io.formats.parsing.records import natural_key
-from rollout_io.formats.start import Start
 from schemas.errors import RolloutError
 
 REVERTED = "answers that were taken back, whose messages are deleted: left out (the table `event` has them)"

@@ -37,8 +37,8 @@ from typing import Annotated, Any
 import msgspec
 
 from rollout_io.formats.base import Options, Place, Run, Trajectory, note
-from rollout_io.formats.engines.records import Records, is_object_with
-from rollout_io.formats.grammar import Contents, inner
+from rollout_io.formats.engines.records import Records
+from rollout_io.formats.grammar import Contents, inner, like
 from rollout_io.formats.parsing.content import NO_JSON, Message, same_json
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.messages import read_message
@@ -393,7 +393,9 @@ def _numbers(name: str, raw: msgspec.Raw, where: str, depth: int = 0) -> dict[st
     return numbers({name: raw}, where) if depth else {}
 
 
-_is_issue = is_object_with(["owner", "repo", "number"])
+_EVENT = {"id": int, "source": str}
+_is_event = like({**_EVENT, "action": str}, {**_EVENT, "observation": str})
+_is_issue = like("owner repo number")
 
 
 def _is_run(value: Any) -> bool:
@@ -408,14 +410,6 @@ def _is_run(value: Any) -> bool:
     is_evaluated = any(value.get(name) is not None for name in ("test_result", "metadata"))
     is_row = isinstance(value.get("instance_id"), str) and is_evaluated
     return is_row or _is_issue(value.get("issue"))
-
-
-def _is_event(value: Any) -> bool:
-    """True for an action of an agent, or an observation."""
-    if not isinstance(value, dict) or not isinstance(value.get("id"), int):
-        return False
-    kinds = (value.get("action"), value.get("observation"))
-    return isinstance(value.get("source"), str) and any(isinstance(k, str) for k in kinds)
 
 
 ADAPTER = Records(

@@ -20,11 +20,11 @@ import msgspec
 from rollout_io.formats.base import Found, Options, Place, Run, Trajectory
 from rollout_io.formats.dialects.bodies import answers_of, prompt_of
 from rollout_io.formats.engines.records import Records
+from rollout_io.formats.grammar import like
 from rollout_io.formats.parsing.content import raw_of
 from rollout_io.formats.parsing.jsonl import decode_document
 from rollout_io.formats.parsing.model_calls import Call, steps_of
 from rollout_io.formats.parsing.records import natural_key, read_record
-from rollout_io.formats.start import like
 from schemas.errors import InputError
 
 _LEAVES = {

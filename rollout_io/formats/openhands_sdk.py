@@ -26,7 +26,7 @@ import numpy as np
 from rollout_io.formats.base import Step
 from rollout_io.formats.contexts import Contexts, Item
 from rollout_io.formats.engines.sessions import Line, Names, Sessions
-from rollout_io.formats.grammar import Contents, inner
+from rollout_io.formats.grammar import Contents, inner, like
 from rollout_io.formats.parsing.content import (
     Message,
     Part,
@@ -38,7 +38,6 @@ from rollout_io.formats.parsing.content import (
     tool_call,
 )
 from rollout_io.formats.parsing.tokens import INT32_MAX
-from rollout_io.formats.start import like
 
 _TEXTS = Contents(
     kind="type",
@@ -269,9 +268,8 @@ def _condensed(event: Condensation, name: str, view: Sequence[_View], where: str
     remaining = [seen for seen in view if seen.name not in forgotten]
     if event.summary and event.summary_offset is not None:
         summary = {"role": "user", "content": event.summary}
-        remaining.insert(
-            max(event.summary_offset, 0), _View(f"{name} summary", name, summary, where)
-        )
+        seen = _View(f"{name} summary", name, summary, where)
+        remaining.insert(max(event.summary_offset, 0), seen)
     return remaining
 
 
@@ -279,9 +277,8 @@ def _said_by(event: _Event) -> Message | None:
     result: Any = None
     match event:
         case _SystemPrompt():
-            prompt = [event.system_prompt, event.dynamic_context]
-            shown_ = _shown([text for text in prompt if text is not None])
-            return {"role": "system", "content": shown_}
+            prompt = filter(None, [event.system_prompt, event.dynamic_context])
+            return {"role": "system", "content": _shown([*prompt])}
         case _Spoken(llm_message=_Message() as message):
             return _said(message, _listed(event.extended_content))
         case Action(tool_call=_Call() as call):
@@ -368,13 +365,10 @@ def _tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Message] | None:
         if isinstance(tool.get("function"), Mapping):
             converted.append(dict(tool))
         elif isinstance(tool.get("name"), str):
-            converted.append(function_tool(tool["name"], tool.get("description"), _schema(tool)))
+            schemas = (tool.get(name) for name in ("parameters", "inputSchema", "input_schema"))
+            schema = next((one for one in schemas if isinstance(one, Mapping)), None)
+            converted.append(function_tool(tool["name"], tool.get("description"), schema))
     return converted or None
-
-
-def _schema(tool: Mapping[str, Any]) -> Any:
-    schemas = (tool.get(name) for name in ("parameters", "inputSchema", "input_schema"))
-    return next((schema for schema in schemas if isinstance(schema, Mapping)), None)
 
 
 ADAPTER = Sessions(

@@ -39,15 +39,15 @@ from rollout_io.formats.dialects import pi
 from rollout_io.formats.dialects.pi import PiMessage
 from rollout_io.formats.engines.runs import digest
 from rollout_io.formats.engines.sessions import Line, Names, Sessions
-from rollout_io.formats.grammar import inner
+from rollout_io.formats.grammar import inner, like
 from rollout_io.formats.parsing.content import NO_JSON
 from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.start import like
+from rollout_io.formats.requests import Sends
 
 EXTENDED = (
     "messages of extensions: what an extension changes when a prompt is sent is not in the log"
 )
-_NO_RESULT = "No result provided"
+_SENDS = Sends(missing="No result provided")
 _LEAVES = {
     "facts about the session": "session/version session/timestamp session/parentSession "
     "session/provider session/modelId session/thinkingLevel",
@@ -123,6 +123,7 @@ def identity(kind: str, fields: bytes) -> str | None:
 
 def read(lines: Iterator[Line], log: Contexts) -> None:
     """Read the tree of a session."""
+    log.sends = _SENDS
     heads: dict[str, PiMessage] = {}  # by the name of the record, which its copies have too
     for where, _, record in lines:
         if not isinstance(record, Record):
@@ -157,8 +158,6 @@ def _add(message: PiMessage, log: Contexts, where: str, key: str, *, is_new: boo
     log.model = message.model or log.model
     if message.role == "assistant":
         log.error = message.failure
-    if message.role != "toolResult":
-        log.close_calls(_NO_RESULT, where)
     others = pi.for_others(message, where, drops_thoughts=is_new)
     log.say(pi.messages_of(message, where), where, key, aliases=message.calls, for_others=others)
 

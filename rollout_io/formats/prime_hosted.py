@@ -35,8 +35,8 @@ from rollout_io.formats.base import (
     Run,
     Trajectory,
 )
-from rollout_io.formats.engines.records import Records, is_object_with
-from rollout_io.formats.grammar import Contents, account
+from rollout_io.formats.engines.records import Records
+from rollout_io.formats.grammar import Contents, account, like
 from rollout_io.formats.parsing.content import filled, known
 from rollout_io.formats.parsing.jsonl import decode_line, read_document
 from rollout_io.formats.parsing.messages import MESSAGE, read_messages
@@ -227,24 +227,14 @@ def _messages(text: str, where: str) -> list[dict[str, Any]]:
     return read_messages(messages, where)
 
 
-_is_row = is_object_with(
-    ["run_id", "sample_id", "problem_id", "step", "prompt", "completion"],
-)
-_is_sample = is_object_with(["run_id", "sample_id"])
-
-
-def _is_page(value: Any) -> bool:
-    samples = value.get("samples") if isinstance(value, dict) else None
-    return isinstance(samples, list) and "total_pages" in value and all(map(_is_sample, samples))
-
-
+_PAGE = {"samples": [{"run_id": object, "sample_id": object}], "total_pages": object}
 _RECORDS = Records(
     records={"": Row},
     leaves=_LEAVES,
     run=lambda row, place: _run(place, row, ""),
     read=read,
-    is_record=lambda value: _is_row(value) or _is_page(value),
-    is_whole=lambda start: _is_page(start.document),
+    is_record=like("run_id sample_id problem_id step prompt completion", _PAGE),
+    is_whole=lambda start: like(_PAGE)(start.document),
     files=_files,
     elements="samples",
     groups="inferred: rows with the same step, problem, prompt and (reward - advantage)",

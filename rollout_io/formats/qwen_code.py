@@ -31,10 +31,9 @@ from rollout_io.formats.contexts import Contexts
 from rollout_io.formats.dialects import gemini
 from rollout_io.formats.dialects.gemini import Part, parts_in
 from rollout_io.formats.engines.sessions import Line, Names, Sessions
-from rollout_io.formats.grammar import inner
+from rollout_io.formats.grammar import inner, like
 from rollout_io.formats.parsing.content import NO_JSON
 from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.start import like
 
 REMINDER = (
     "runs without the reminder (skills, environment, folder) that Qwen Code sends before the first "

@@ -23,7 +23,7 @@ import numpy as np
 
 from rollout_io.formats.base import Conversation, Options, Place, Run, Step, Trajectory
 from rollout_io.formats.engines.records import Records
-from rollout_io.formats.grammar import account
+from rollout_io.formats.grammar import account, like
 from rollout_io.formats.parsing.bodies import Int32
 from rollout_io.formats.parsing.content import NO_JSON, filled
 from rollout_io.formats.parsing.jsonl import decode_line
@@ -31,7 +31,6 @@ from rollout_io.formats.parsing.messages import MESSAGE, read_messages, text_of
 from rollout_io.formats.parsing.model_calls import Call, conversations_of
 from rollout_io.formats.parsing.records import label, logs_of, numbers, with_group_rule
 from rollout_io.formats.parsing.tokens import logprob_array, same_ids, strict_ids
-from rollout_io.formats.start import like
 from schemas.errors import InputError, count
 
 _GROUPS = "inferred: episodes whose id does not begin with their task are grouped by task"

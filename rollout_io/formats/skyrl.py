@@ -48,7 +48,8 @@ from rollout_io.formats.base import (
     Run,
     Trajectory,
 )
-from rollout_io.formats.engines.records import Records, is_object_with
+from rollout_io.formats.engines.files import Start
+from rollout_io.formats.engines.records import Records
 from rollout_io.formats.exporting import (
     FAILED,
     IN_FAILED_GROUP,
@@ -57,6 +58,7 @@ from rollout_io.formats.exporting import (
     Failures,
     new_export,
 )
+from rollout_io.formats.grammar import like
 from rollout_io.formats.parsing.content import NO_JSON, filled
 from rollout_io.formats.parsing.jsonl import read_document
 from rollout_io.formats.parsing.messages import prompt_key
@@ -69,7 +71,6 @@ from rollout_io.formats.skyrl_generator_output import (
     support_arrays,
 )
 from rollout_io.formats.skyrl_output_columns import METRICS_KEY
-from rollout_io.formats.start import Start
 from schemas.errors import ConfigError, InputError, RolloutError, count
 
 METRICS = "rollout_metrics"
@@ -305,7 +306,7 @@ def _is_pickle(start: Start) -> bool:
     return start.head.startswith(b"\x80") and _BATCH in start.head
 
 
-_is_sample = is_object_with(["input_prompt", "output_response", "env_class"])
+_is_sample = like("input_prompt output_response env_class")
 
 EVALUATIONS = Records(
     records={"": _Sample},

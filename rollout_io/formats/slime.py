@@ -41,6 +41,7 @@ from rollout_io.formats.base import (
     Step,
     Trajectory,
 )
+from rollout_io.formats.engines.files import Start
 from rollout_io.formats.engines.runs import gathered
 from rollout_io.formats.parsing.bodies import Int32
 from rollout_io.formats.parsing.content import filled
@@ -61,7 +62,6 @@ from rollout_io.formats.parsing.tokens import (
     oldest,
     versions_of_calls,
 )
-from rollout_io.formats.start import Start
 from rollout_io.formats.verifiers_traces import runs
 from schemas.columns import COLUMN_BY_NAME
 from schemas.errors import InputError, InvariantError, RolloutError, count

@@ -34,14 +34,13 @@ import msgspec
 
 from rollout_io.formats.base import Options, Place, Run, Trajectory, note
 from rollout_io.formats.engines.records import Records
-from rollout_io.formats.grammar import Contents, inner
+from rollout_io.formats.grammar import Contents, inner, like
 from rollout_io.formats.parsing.bodies import Sampling, sampling_extra
 from rollout_io.formats.parsing.content import NO_JSON, Message
 from rollout_io.formats.parsing.jsonl import decode_document, decode_line
 from rollout_io.formats.parsing.messages import MESSAGE, read_message, read_messages
 from rollout_io.formats.parsing.model_calls import Call, steps_of
 from rollout_io.formats.parsing.records import run_of_file, with_group_rule
-from rollout_io.formats.start import like
 from schemas.errors import InputError
 
 _SUFFIXES = (".traj", ".json")

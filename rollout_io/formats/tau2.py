@@ -32,7 +32,7 @@ from rollout_io.formats.base import (
     note,
 )
 from rollout_io.formats.engines.records import Records, beside
-from rollout_io.formats.grammar import Contents, inner
+from rollout_io.formats.grammar import Contents, inner, like
 from rollout_io.formats.parsing.content import NO_JSON, Message, known, raw_of
 from rollout_io.formats.parsing.jsonl import decode_document, decode_line
 from rollout_io.formats.parsing.messages import read_messages
@@ -201,24 +201,15 @@ def _num_greetings(messages: Sequence[Message], logged: list[Any]) -> int:
     return int(len(messages) > 1 and messages[0]["role"] == "assistant" and not is_said)
 
 
+_is_index = like({"tasks": object, "info": {"environment_info": object}})
+_is_simulation = like("task_id termination_reason messages", "task_id termination_reason ticks")
+
+
 def _is_results(value: Any) -> bool:
-    if not isinstance(value, Mapping):
-        return False
-    simulations = value.get("simulations")
+    simulations = value.get("simulations") if isinstance(value, dict) else None
     if isinstance(simulations, list):
-        return any(isinstance(one, Mapping) and _is_simulation(one) for one in simulations)
+        return any(map(_is_simulation, simulations))
     return _is_simulation(value) or _is_index(value)
-
-
-def _is_index(value: Mapping[str, Any]) -> bool:
-    """True for an experiment without its simulations."""
-    info = value.get("info")
-    return "tasks" in value and isinstance(info, Mapping) and "environment_info" in info
-
-
-def _is_simulation(value: Mapping[str, Any]) -> bool:
-    is_named = {"task_id", "termination_reason"} <= value.keys()
-    return is_named and ("messages" in value or "ticks" in value)
 
 
 ADAPTER = Records(

@@ -50,6 +50,7 @@ from rollout_io.formats.dialects.model_spans import (
     stop_reason,
 )
 from rollout_io.formats.dialects.spans import Span, at, form_of, protobuf_records, spans_in
+from rollout_io.formats.engines.files import Start
 from rollout_io.formats.engines.records import decoder_of, records_of
 from rollout_io.formats.engines.runs import gathered
 from rollout_io.formats.grammar import Contents
@@ -57,7 +58,6 @@ from rollout_io.formats.parsing.content import Message
 from rollout_io.formats.parsing.jsonl import contained, refuse_lfs_pointer
 from rollout_io.formats.parsing.model_calls import Call, steps_of
 from rollout_io.formats.parsing.records import Record, read_record, with_group_rule
-from rollout_io.formats.start import Start
 from schemas.errors import InputError, RolloutError
 
 _GROUPS = "inferred: each trace is a separate instance"

@@ -41,7 +41,7 @@ from rollout_io.formats.base import (
     Run,
     Trajectory,
 )
-from rollout_io.formats.engines.containers import is_table, schema_of
+from rollout_io.formats.engines.files import is_table, schema_of
 from rollout_io.formats.engines.records import Open, Records
 from rollout_io.formats.exporting import (
     Exported,

@@ -22,9 +22,9 @@ import msgspec
 from rollout_io.dataset.opening import open_input
 from rollout_io.formats.base import Adapter, Options, Place, Run
 from rollout_io.formats.dialects.bodies import value_of
+from rollout_io.formats.engines.files import Start
 from rollout_io.formats.engines.records import Records
 from rollout_io.formats.parsing.jsonl import decode_document, decode_line, first_lines
-from rollout_io.formats.start import Start
 from schemas.errors import InputError, RolloutError
 
 
@@ -194,22 +194,10 @@ def _error_of(content: bytes, where: str, decode: Callable[..., Any]) -> InputEr
 
 
 _REWARDS = frozenset(
-    [
-        "reward",
-        "score",
-        "return",
-        "outcome",
-        "finalreward",
-        "totalreward",
-        "finalscore",
-        "grade",
-        "success",
-        "passed",
-        "correct",
-        "iscorrect",
-        "solved",
-        "resolved",
-    ]
+    {
+        *("reward", "score", "return", "outcome", "finalreward", "totalreward", "finalscore"),
+        *("grade", "success", "passed", "correct", "iscorrect", "solved", "resolved"),
+    }
 )
 _SESSIONS, _TASKS, _ATTEMPTS = (
     frozenset(name + end for name in names.split() for end in ("", "id", "name", "index"))

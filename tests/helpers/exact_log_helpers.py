@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 
 from rollout_io.conversion.rejections import lines
-from rollout_io.formats.start import Start
+from rollout_io.formats.engines.files import Start
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import convert_with, planned
 

@@ -4,7 +4,7 @@ import msgspec
 from hypothesis import strategies as st
 
 from rollout_io.formats.base import Conversation, Options
-from rollout_io.formats.start import Start
+from rollout_io.formats.engines.files import Start
 from rollout_io.retokenize.chat_template import normalize
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import planned

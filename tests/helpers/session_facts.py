@@ -1,6 +1,7 @@
 """What sessions of coding agents say, read by plain json code; see `source_facts`."""
 
 import json
+from itertools import groupby
 
 
 def lines_in(path):
@@ -135,8 +136,7 @@ def kimi_cli(path):
         if record.get("systemPrompt") and not messages:
             messages.append({"role": "system", "content": record["systemPrompt"]})
         if record["type"] == "context.append_message":
-            said = record["message"]
-            messages.append({"role": said["role"], "content": said["content"]})
+            messages.append(record["message"])
         event = record.get("event", {})
         step = steps.get(event.get("stepUuid"))
         if event.get("type") == "step.begin":
@@ -149,9 +149,12 @@ def kimi_cli(path):
             step["tool_calls"].append({"name": event["name"], "arguments": event["args"]})
         elif event.get("type") == "tool.result":
             messages.append({"role": "tool", "content": event["result"]["output"]})
-    for message in messages:
-        if message.get("step") is None or message["content"] or message["tool_calls"]:
-            yield message
+    sent = [m for m in messages if m.get("step") is None or m["content"] or m["tool_calls"]]
+    for is_typed, row in groupby(sent, lambda m: m.get("origin") == {"kind": "user"}):
+        if is_typed:  # prompts in a row are one message
+            yield {"role": "user", "content": [part for m in row for part in m["content"]]}
+        else:
+            yield from row
 
 
 def opencode(path):

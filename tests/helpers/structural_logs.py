@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rollout_io.formats.detect import load_formats, recognize
-from rollout_io.formats.engines.containers import members_of, read_member
+from rollout_io.formats.engines.files import members_of, read_member
 from tests.conftest import EXAMPLES, ROOT
 from tests.helpers.conversation_writers import (
     GOOSE_TABLES,

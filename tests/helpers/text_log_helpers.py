@@ -5,8 +5,8 @@ import json
 from hypothesis import strategies as st
 
 from rollout_io.formats.base import Input, Options, Rejected, Run, Trajectory
+from rollout_io.formats.engines.files import Start
 from rollout_io.formats.parsing.records import close_files
-from rollout_io.formats.start import Start
 from schemas.errors import RolloutError
 
 JUNK = st.sampled_from(

@@ -10,7 +10,7 @@ detection, damage, copies and the account of unread keys are the same for all of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -32,7 +32,8 @@ from rollout_io.formats.base import (
     Run,
     Trajectory,
 )
-from rollout_io.formats.engines.containers import (
+from rollout_io.formats.engines.files import (
+    Start,
     is_table,
     is_zip,
     read_place,
@@ -40,7 +41,7 @@ from rollout_io.formats.engines.containers import (
     records_in,
     rows_of,
 )
-from rollout_io.formats.grammar import Grammar, account
+from rollout_io.formats.grammar import Grammar, account, like
 from rollout_io.formats.parsing.jsonl import (
     contained,
     decode_document,
@@ -57,7 +58,6 @@ from rollout_io.formats.parsing.records import (
     read_record,
     refuse_repeated,
 )
-from rollout_io.formats.start import Start
 from schemas.errors import InputError, RolloutError
 
 WHOLE = "document"
@@ -171,7 +171,7 @@ class Records(Grammar):
             return path != start.path and self.recognizes(Start(path))
         if self.is_log is not None:
             return self.is_log(start)
-        is_record = self.is_record or is_object_with(_required(self._struct))
+        is_record = self.is_record or like(dict.fromkeys(_required(self._struct), object))
         values = [start.document] if self.is_whole(start) else start.values
         return any(map(is_record, values))
 
@@ -402,9 +402,3 @@ def joined(
 def _required(struct: type[msgspec.Struct] | None) -> list[str]:
     assert struct is not None
     return [field.encode_name for field in msgspec.structs.fields(struct) if field.required]
-
-
-def is_object_with(names: Iterable[str]) -> Callable[[Any], bool]:
-    """Return a test for `Records.is_record`: an object has all these keys."""
-    expected = frozenset(names)
-    return lambda value: isinstance(value, Mapping) and expected <= value.keys()

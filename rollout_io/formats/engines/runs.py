@@ -141,6 +141,33 @@ def logical(base: Base, sessions: Mapping[str, list[File]], depth: int = 0) -> l
     return records[: base.num_records]
 
 
+def last_in(start: str, after: Mapping[str, str | None]) -> str:
+    """Return the end of a chain of names; the start if it is a circle."""
+    seen, name = {start}, start
+    while (following := after.get(name)) not in {None, name}:
+        if following in seen:
+            return start
+        seen.add(following)
+        name = following
+    return name
+
+
+def without_base(names: Names, base: Base) -> InputError:
+    """Return the error for a file without the records that it continues."""
+    finding = f"the session continues session {base.session!r}"
+    expected = f"the first {base.num_records} records of that session"
+    hint = "convert both sessions together: their prompts begin with these records"
+    return InputError("message", names.session, finding, expected, hint)
+
+
+def repeated(file: File, other: File) -> Iterator[Rejected]:
+    """Yield the rejected records of a file that is a copy of another."""
+    hint = "delete the copy of the file"
+    for place, first in zip(file.places, other.places, strict=True):
+        finding = f"the record is a copy of {first.where}"
+        yield Rejected(place, InputError(DUPLICATE, place.where, finding, hint=hint))
+
+
 def gathered(
     items: Iterable[Found], key: Callable[[Place], Hashable] | None = None
 ) -> Iterator[Found]:

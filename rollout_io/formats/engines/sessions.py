@@ -1,4 +1,4 @@
-r"""Sessions of agent programs: files of records, of which each becomes a run with its sub-agents.
+r"""Sessions of agent programs, in files of records or in a store; each is a run with its sub-agents.
 
 A format declares its records (`Grammar`), how a file is called (`names`), and one function that tells
 what each record says to the contexts of its agent (`read`). The rest is the same for all of them:
@@ -11,6 +11,9 @@ what each record says to the contexts of its agent (`read`). The rest is the sam
 - Where each record names its session (`names_in`), a file may have several, and a session is read as
   one, whatever files its records are in.
 
+- A store, such as a database, has many sessions (`Rows`): it lists them, and yields the messages of one
+  as JSON, which are its records.
+
     file a:  1 2 3 4      file b, with base (a, 2):  5 6      contexts:  1 - 2 - 3 - 4
                                                                              \ 5 - 6
 """
@@ -18,11 +21,11 @@ what each record says to the contexts of its agent (`read`). The rest is the sam
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from itertools import chain, groupby, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from rollout_io.dataset.opening import read_input
 from rollout_io.formats.base import (
@@ -38,6 +41,7 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.contexts import Contexts, Said
+from rollout_io.formats.engines.files import Start
 from rollout_io.formats.engines.runs import (
     Base,
     File,
@@ -46,24 +50,30 @@ from rollout_io.formats.engines.runs import (
     copied_answers,
     digest,
     join_agents,
+    last_in,
     logical,
+    repeated,
     run_of,
+    without_base,
 )
 from rollout_io.formats.grammar import Grammar, account
-from rollout_io.formats.parsing.jsonl import decode_document, decode_line, refuse_not_utf8
+from rollout_io.formats.parsing.jsonl import (
+    contained,
+    decode_document,
+    decode_line,
+    refuse_not_utf8,
+)
 from rollout_io.formats.parsing.messages import by_marks
 from rollout_io.formats.parsing.records import (
-    DUPLICATE,
     Record,
     incomplete,
     lines_of,
     natural_key,
     read_record,
 )
-from rollout_io.formats.start import Start
 from schemas.errors import InputError, RolloutError
 
-__all__ = ["GROUPS", "Base", "File", "Line", "Names", "Sessions"]
+__all__ = ["GROUPS", "Base", "File", "Line", "Names", "Rows", "Sessions"]
 GROUPS = "inferred: each session is a separate instance"
 _DOCUMENT, _OF_MANY = "document", "event"
 """Parts of the places of records that are a whole file, and one of a directory's files."""
@@ -150,7 +160,7 @@ class Sessions(Grammar):
                     continue
                 copy = next((other for other in others if self._is_copy(file, other)), None)
                 if copy is not None:
-                    yield from _repeated(file, copy)
+                    yield from repeated(file, copy)
                 elif file.places and not names.is_empty and (self.has_parts or not others):
                     others.append(file)
         join_agents(sessions)
@@ -229,7 +239,7 @@ class Sessions(Grammar):
         parents = {name: parent for name, parent in parents.items() if parent in sessions}
         members: dict[str, list[str]] = {}
         for name in sessions:
-            root = _last(name, parents)
+            root = last_in(name, parents)
             members.setdefault(root, [] if root == name else [root]).append(name)
         copies = self._copies(sessions)
         for root, names in members.items():
@@ -265,13 +275,13 @@ class Sessions(Grammar):
         """Return the copied answers of each file, each with the session that keeps it."""
         files = {(name, i): f for name, files in sessions.items() for i, f in enumerate(files)}
         origins = {name: copied[0].names.origin for name, copied in sessions.items()}
-        forked = {_last(name, origins) for name, origin in origins.items() if origin is not None}
+        forked = {last_in(name, origins) for name, origin in origins.items() if origin is not None}
         answers = dict[tuple[str, int], dict[int, list[bytes]]]()
         for key, file in files.items():
             answers[key] = file.answers
             if not self.is_prefix:
                 continue
-            family = _last(key[0], origins) if self.names_origin else ""
+            family = last_in(key[0], origins) if self.names_origin else ""
             agent = "" if file.names.parent is None else str(file.names.agent)
             before = digest(family, agent, str(file.names.base))
             answers[key] = {}
@@ -332,16 +342,12 @@ class Sessions(Grammar):
     def _begin(
         self, log: Contexts, names: Names, tips: dict[str, list[Said | None]]
     ) -> list[Said | None]:
-        """Go to where a file begins: at a root, or behind the records that it continues.
-
-        Returns:
-            The tips behind each record of the session so far.
-        """
+        """Go to where a file begins, and return the tips behind each record of its session so far."""
         base = names.base
         ends = [] if base is None else tips.get(base.session, [])[: base.num_records]
         log.rewind(ends[-1] if ends else None)
         if base is not None and len(ends) < base.num_records:
-            log.lose(_without_base(names, base))
+            log.lose(without_base(names, base))
         tips[names.session] = ends
         return ends
 
@@ -369,26 +375,73 @@ def _above(path: Path, pattern: str) -> Path:
     return path.parents[len(Path(pattern).parts) - 1]
 
 
-def _last(start: str, after: Mapping[str, str | None]) -> str:
-    """Return the end of a chain of names; the start if it is a circle."""
-    seen, name = {start}, start
-    while (following := after.get(name)) not in {None, name}:
-        if following in seen:
-            return start
-        seen.add(following)
-        name = following
-    return name
+class Store(Protocol):
+    """A store of sessions, while it is open."""
+
+    def sessions(self) -> Iterable[str]:
+        """Return the names of all sessions, in order."""
+
+    def names(self, session: str) -> Names:
+        """Return the names of a session."""
+
+    def records(self, session: str) -> Iterable[tuple[str, bytes]]:
+        """Return the messages of a session in order: the name and the JSON of each."""
 
 
-def _repeated(file: File, other: File) -> Iterator[Rejected]:
-    hint = "delete the copy of the file"
-    for place, first in zip(file.places, other.places, strict=True):
-        finding = f"the record is a copy of {first.where}"
-        yield Rejected(place, InputError(DUPLICATE, place.where, finding, hint=hint))
+@dataclass(frozen=True, kw_only=True)
+class Rows(Sessions):
+    """A format whose sessions are in a store.
 
+    Attributes:
+        is_store: True if an input is a store of this format.
+        open: Opens a store, given its path and its name in messages.
+    """
 
-def _without_base(names: Names, base: Base) -> InputError:
-    finding = f"the session continues session {base.session!r}"
-    expected = f"the first {base.num_records} records of that session"
-    hint = "convert both sessions together: their prompts begin with these records"
-    return InputError("message", names.session, finding, expected, hint)
+    has_parts: bool = False
+    is_store: Callable[[Start], bool]
+    open: Callable[[Path, str], AbstractContextManager[Store]]
+
+    def recognizes(self, start: Start) -> bool:
+        """True for a store of this format."""
+        return self.is_store(start)
+
+    def find(self, inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
+        """Yield one run per session; one that several stores have is read from the first database."""
+        yield from super().find(sorted(inputs, key=lambda log: log.path.is_dir()), progress)
+
+    def _sessions_in(
+        self, log: Input, progress: Progress
+    ) -> Iterator[tuple[Names, Iterable[Record]] | Rejected]:
+        progress(log.path.stat().st_size)
+        try:
+            with contained(log.name), self.open(log.path, log.name) as store:
+                for session in [*store.sessions()]:
+                    place = Place(log.path, f"{log.name}, session {session}", None, 1)
+                    try:
+                        names = store.names(session)
+                    except RolloutError as error:
+                        yield Rejected(place, error)
+                    else:
+                        yield names, self._records_of(store, session, log)
+        except RolloutError as error:
+            yield Rejected(Place(log.path, log.name, None, 1), error)
+
+    def _records_of(self, store: Store, session: str, log: Input) -> Iterator[Record]:
+        for name, content in store.records(session):
+            where = f"{log.name}, session {session}, {name}"
+            yield Record(Place(log.path, where, None, len(content), session), content)
+
+    def _read(self, places: Sequence[Place]) -> tuple[Names, list[Record]]:
+        place, session = places[0], str(places[0].part)
+        name = place.where.partition(", session ")[0]
+        with self.open(place.path, name) as store:
+            names = store.names(session)
+            records = [*self._records_of(store, session, Input(name, place.path))]
+        if [record.place.where for record in records[: len(places)]] != [p.where for p in places]:
+            finding = "the session changed while it was being read"
+            hint = "convert the log after its writer has finished"
+            raise InputError("input_file", place.where, finding, hint=hint)
+        return names, records[: len(places)]
+
+    def _file_of(self, place: Place) -> Any:
+        return place.path, place.part

@@ -201,16 +201,16 @@ def json_text(raw: msgspec.Raw, where: str) -> str:
     return "{}" if text == b"null" else canonical_json(text)
 
 
-def joined(before: str, text: str) -> str:
-    """Join two texts with a newline; an empty text adds no line."""
-    return f"{before}\n{text}" if before and text else before or text
+def joined(before: str, text: str, between: str = "\n") -> str:
+    """Join two texts with a newline, or another text; an empty text adds no line."""
+    return f"{before}{between}{text}" if before and text else before or text
 
 
-def extend(reply: Message, piece: Message) -> None:
+def extend(reply: Message, piece: Message, between: str = "\n") -> None:
     """Append a piece to a reply; a tool call whose id the reply already has is skipped."""
     before, text = reply["content"], piece["content"]
     if isinstance(before, str) and isinstance(text, str):
-        reply["content"] = joined(before, text)
+        reply["content"] = joined(before, text, between)
     else:
         reply["content"] = [*_as_parts(before), *_as_parts(text)]
     thought = joined(reply.get("reasoning_content", ""), piece.get("reasoning_content", ""))

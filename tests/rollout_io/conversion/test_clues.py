@@ -12,7 +12,7 @@ import torch
 import rollout_io
 from rollout_io.cli.main import run
 from rollout_io.formats.detect import find_adapter
-from rollout_io.formats.start import Start
+from rollout_io.formats.engines.files import Start
 from tests.conftest import EXAMPLES
 
 CODE = "table = rollout_io.from_generator_output(output)"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from rollout_io.formats.agent_lightning import ADAPTER
-from rollout_io.formats.start import Start
+from rollout_io.formats.engines.files import Start
 from schemas import check
 from schemas.columns import metrics_dict
 from tests.conftest import ROOT

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_io.formats import openai_agents, smolagents, tau2
+from rollout_io.formats import agent_frameworks, tau2
 from rollout_io.formats.base import Options
 from rollout_io.formats.detect import load_formats, recognize
 from rollout_io.formats.dialects.responses import PROGRAM_CALLS
@@ -80,7 +80,7 @@ def test_the_calls_of_smolagents_have_the_roles_that_its_models_get(tmp_path, in
         ("assistant", "One."),
     ]
     assert second.num_given == 4
-    assert found.notes == {smolagents.NO_ANSWER: 1}
+    assert found.notes == {agent_frameworks.NO_ANSWER: 1}
     assert found.unread == {}
 
 
@@ -204,7 +204,7 @@ def test_a_saved_state_is_its_input_and_its_items(tmp_path):
     assert step.messages[1]["tool_calls"][0]["function"]["arguments"] == '{"code":"lookup()"}'
     assert step.messages[2]["content"] == "done"
     assert (step.agent, step.num_given, run.labels["agent"]) == ("a", 1, "a")
-    assert found.notes == {PROGRAM_CALLS: 1, openai_agents.NO_SYSTEM: 1}
+    assert found.notes == {PROGRAM_CALLS: 1, agent_frameworks.NO_SYSTEM: 1}
 
 
 def test_real_logs_of_these_programs_are_read_or_refused_by_name(harness_logs):

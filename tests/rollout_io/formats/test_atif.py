@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
+from rollout_io.formats.engines.files import Start
 from rollout_io.formats.harbor import ADAPTER
-from rollout_io.formats.start import Start
 from tests.helpers.harbor_helpers import (
     agent_step,
     atif,

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_io.formats.claude_code import ADAPTER
-from rollout_io.formats.start import Start
+from rollout_io.formats.engines.files import Start
 from tests.helpers.adapter_helpers import planned, read_all, write_lines
 from tests.helpers.claude_code_lines import (
     boundary,

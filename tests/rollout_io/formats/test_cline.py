@@ -4,8 +4,17 @@ import json
 
 import pytest
 
-from rollout_io.formats.cline import ADAPTER, CHANGED, COMPACTED, SHORTENED, SHOWN, UNSENT
-from rollout_io.formats.cline_requests import ORPHANS, UNCLEAR, WRITTEN
+from rollout_io.formats.cline import (
+    ADAPTER,
+    CHANGED,
+    COMPACTED,
+    ORPHANS,
+    SHORTENED,
+    SHOWN,
+    UNCLEAR,
+    UNSENT,
+    WRITTEN,
+)
 from rollout_io.formats.contexts import SUMMARIES
 from rollout_io.formats.detect import load_formats, recognize
 from tests.helpers.adapter_helpers import read_all
@@ -210,10 +219,11 @@ def test_consecutive_messages_of_the_user_are_one(tmp_path):
     assert contents(step) == ["Go.", "Look.", "abc", "b\nc\nd", "Done."]
 
 
+@pytest.mark.parametrize("more", [["On."], []])
 @pytest.mark.parametrize("is_session", [False, True])
-def test_a_call_without_a_result_has_the_one_that_the_program_sends(is_session, tmp_path):
+def test_a_call_without_a_result_has_the_one_that_the_program_sends(is_session, more, tmp_path):
     other = CALL | {"id": "u"}
-    history = [said("user", "Go."), said("assistant", CALL, other), said("user", RESULT, "On.")]
+    history = [said("user", "Go."), said("assistant", CALL, other), said("user", RESULT, *more)]
     history += [said("assistant", "Done.")]
     if is_session:
         found = read_one(save(tmp_path / "a.messages.json", cli("a", *history)))[1]
@@ -222,7 +232,7 @@ def test_a_call_without_a_result_has_the_one_that_the_program_sends(is_session, 
     (step,) = found.steps
     missing = "Tool execution was interrupted before a result was produced."
     results = ["abc", missing if is_session else "result missing"]
-    assert contents(step)[2:] == [*results, "On.", "Done."]
+    assert contents(step)[2:] == [*results, *more, "Done."]
     assert [m.get("tool_call_id") for m in step.messages[2:4]] == ["t", "u"]
 
 

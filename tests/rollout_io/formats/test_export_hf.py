@@ -10,7 +10,7 @@ from hypothesis import given, settings
 import rollout_io
 from rollout_io.cli.main import run
 from rollout_io.formats import exporting as files
-from rollout_io.formats import hf
+from rollout_io.formats import hugging_face
 from schemas.columns import COLUMN_BY_NAME, METRICS_TYPE, routing_type
 from schemas.rules import RULES
 from schemas.strategies import OPTIONAL_COLUMNS, rollout_tables
@@ -49,7 +49,7 @@ def test_load_dataset_gives_every_column_of_any_table_back(table):
 
 def test_the_data_folder_is_a_valid_rollout_dataset(shop_dataset, tmp_path):
     out = tmp_path / "shop"
-    hf.write(shop_dataset, out)
+    hugging_face.write_folder(shop_dataset, out)
     assert run(["validate", str(out / "data")]) == 0
     again = rollout_io.read(out / "data")
     assert again.to_pylist() == rollout_io.read(shop_dataset).to_pylist()
@@ -81,7 +81,7 @@ def user_table():
 def test_odd_columns_and_maps_inside_segments_survive(tmp_path):
     with rollout_io.RolloutWriter(tmp_path / "ds") as writer:
         writer.write(user_table())
-    hf.write(tmp_path / "ds", tmp_path / "out")
+    hugging_face.write_folder(tmp_path / "ds", tmp_path / "out")
     assert load(tmp_path / "out", tmp_path / "cache").to_list() == logical_rows(tmp_path / "ds")
 
 
@@ -90,7 +90,7 @@ def test_the_card_declares_the_features_that_datasets_finds_in_the_files(shop_da
         writer.write(user_table())
     for name, dataset in (("shop", shop_dataset), ("user", tmp_path / "ds")):
         out = tmp_path / name
-        hf.write(dataset, out)
+        hugging_face.write_folder(dataset, out)
         declared = datasets.load_dataset_builder(str(out), cache_dir=str(tmp_path / "c")).info
         found = datasets.Dataset.from_parquet(
             str(out / "data" / "train-00000.parquet"), cache_dir=str(tmp_path / "c")
@@ -100,7 +100,7 @@ def test_the_card_declares_the_features_that_datasets_finds_in_the_files(shop_da
 
 
 def test_the_card_says_what_a_row_is_and_how_it_was_made(shop_dataset, tmp_path):
-    hf.write(shop_dataset, tmp_path / "out")
+    hugging_face.write_folder(shop_dataset, tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert "205 rows, 48 trajectories (0 failed" in card
     assert "- 12 groups, trajectories per group: 4\n" in card
@@ -118,8 +118,8 @@ def test_the_card_says_what_a_row_is_and_how_it_was_made(shop_dataset, tmp_path)
 def test_large_datasets_become_several_shards(shop_dataset, tmp_path, monkeypatch):
     with rollout_io.RolloutWriter(tmp_path / "ds", row_group_rows=20) as writer:
         writer.write(rollout_io.read(shop_dataset))
-    monkeypatch.setattr(hf, "SHARD_BYTES", 60_000)
-    hf.write(tmp_path / "ds", tmp_path / "out")
+    monkeypatch.setattr("rollout_io.dataset.writer.SHARD_BYTES", 60_000)
+    hugging_face.write_folder(tmp_path / "ds", tmp_path / "out")
     assert len(list((tmp_path / "out" / "data").iterdir())) > 3
     assert load(tmp_path / "out", tmp_path / "cache").to_list() == logical_rows(shop_dataset)
 

@@ -24,7 +24,8 @@ from rollout_io.formats.detect import (
     recognize,
     sort_by_format,
 )
-from rollout_io.formats.start import Start, like
+from rollout_io.formats.engines.files import Start
+from rollout_io.formats.grammar import like
 from rollout_io.plugins import Plugin
 from schemas.errors import RolloutError
 from tests.conftest import EXAMPLES, ROOT

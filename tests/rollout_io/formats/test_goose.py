@@ -9,6 +9,7 @@ from rollout_io.formats.contexts import SUMMARIES
 from rollout_io.formats.detect import load_formats, recognize
 from rollout_io.formats.goose import (
     ADAPTER,
+    FAILED,
     INVERTED,
     PLACEHOLDERS,
     REPEATED,
@@ -17,7 +18,6 @@ from rollout_io.formats.goose import (
     UNSENT,
     WRITTEN,
 )
-from rollout_io.formats.goose_messages import FAILED
 from tests.helpers.adapter_helpers import read_all
 from tests.helpers.conversation_writers import GOOSE_TABLES, save_opencode
 

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
+from rollout_io.formats.engines.files import Start
 from rollout_io.formats.harbor import recognizes
-from rollout_io.formats.start import Start
 from schemas.metadata import DatasetMetadata
 from tests.helpers.harbor_helpers import (
     GOLDEN,

@@ -7,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_io.formats.contexts import SUMMARIES
-from rollout_io.formats.hermes import ADAPTER, NO_OLD, NO_PARENT
-from rollout_io.formats.hermes_requests import (
+from rollout_io.formats.hermes import (
+    ADAPTER,
     ASKED,
+    NO_OLD,
+    NO_PARENT,
     NOT_SAMPLED,
     NOT_SENT,
     ORPHANS,

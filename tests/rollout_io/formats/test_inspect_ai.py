@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_io.formats.base import noted
-from rollout_io.formats.engines import containers
-from rollout_io.formats.engines.containers import REPLACED
+from rollout_io.formats.engines import files
+from rollout_io.formats.engines.files import REPLACED, Start
 from rollout_io.formats.inspect_ai import ADAPTER
-from rollout_io.formats.start import Start
 from schemas.errors import RolloutError
 from tests.conftest import ROOT
 from tests.helpers import adapter_helpers as helpers
@@ -135,12 +134,12 @@ def test_an_archive_as_inspect_writes_it_today_reads_as_its_document():
 def test_a_zstandard_member_of_another_size_or_content_is_damaged(tmp_path, monkeypatch, at):
     data = ROOT / "tests" / "data" / "inspect_zstd.eval"
     path = Path(shutil.copy(data, tmp_path / "a.eval"))
-    members = containers.members_of(path, "a")
+    members = files.members_of(path, "a")
     name = next(n for n in members if n.startswith("samples/"))
     for value in (getattr(members[name], at) - 1, getattr(members[name], at) + 1):
-        monkeypatch.setattr(containers._opened_zip(path, "a").getinfo(name), at, value)
+        monkeypatch.setattr(files._opened_zip(path, "a").getinfo(name), at, value)
         with pytest.raises(RolloutError, match="zip_archive"):
-            containers.read_member(path, name, "a")
+            files.read_member(path, name, "a")
 
 
 def test_a_zstandard_member_is_unpacked_no_further_than_it_says(tmp_path):
@@ -148,12 +147,12 @@ def test_a_zstandard_member_is_unpacked_no_further_than_it_says(tmp_path):
     path = tmp_path / "a.eval"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("header.json", bomb)
-    containers.read_member(path, "header.json", "a")
-    member = containers._opened_zip(path, "a").getinfo("header.json")
+    files.read_member(path, "header.json", "a")
+    member = files._opened_zip(path, "a").getinfo("header.json")
     member.compress_type, member.file_size = 93, 100
     before = pa.total_allocated_bytes()
     with pytest.raises(RolloutError, match="zip_archive"):
-        containers.read_member(path, "header.json", "a")
+        files.read_member(path, "header.json", "a")
     assert pa.total_allocated_bytes() - before < 1 << 20
 
 
@@ -352,7 +351,7 @@ def test_failures_and_limits_follow_the_options(tmp_path, fields, options, error
 
 
 def test_a_member_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(containers, "MAX_MEMBER_BYTES", 1000)
+    monkeypatch.setattr(files, "MAX_MEMBER_BYTES", 1000)
     path = pack(tmp_path / "a.eval", log(sample()), bomb_epoch_1=b" " * 10**6)
     runs, (rejected,), _ = found_in(ADAPTER, path)
     assert len(runs) == 1

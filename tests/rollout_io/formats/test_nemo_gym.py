@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from rollout_io import read_log
 from rollout_io.dataset.prefix_layout import encode_prefixes
+from rollout_io.formats.engines.files import Start
 from rollout_io.formats.nemo_gym import ADAPTER
-from rollout_io.formats.start import Start
 from schemas import check
 from schemas.columns import metrics_dict
 from schemas.errors import RolloutError

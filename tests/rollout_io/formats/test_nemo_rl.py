@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from rollout_io.formats.engines.files import Start
 from rollout_io.formats.nemo_gym import NEMO_RL
-from rollout_io.formats.start import Start
 from tests.helpers.adapter_helpers import convert_with, planned, read_all
 from tests.helpers.examples import examples
 from tests.helpers.line_log_helpers import check_records

@@ -16,7 +16,7 @@ from rollout_io.formats.base import Step
 from rollout_io.formats.contexts import SUMMARIES
 from rollout_io.formats.detect import load_formats, recognize
 from rollout_io.formats.grammar import SELF
-from rollout_io.formats.hermes_requests import THOUGHTS
+from rollout_io.formats.hermes import THOUGHTS
 from rollout_io.formats.qwen_code import REMINDER
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import read_all

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from rollout_io.formats.base import Options, noted
 from rollout_io.formats.chats import OPENAI_MESSAGES
+from rollout_io.formats.engines.files import Start
 from rollout_io.formats.parsing.messages import INACTIVE, MARKED
-from rollout_io.formats.start import Start
 from tests.helpers.adapter_helpers import convert_with, planned, read_all, write_lines
 from tests.helpers.examples import examples
 from tests.helpers.line_log_helpers import check_lines, mutated_lines, save_template

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import rollout_io
 from pipelines import merge, unmerge
 from rollout_io import RolloutWriter, convert
-from rollout_io.formats.start import Start
+from rollout_io.formats.engines.files import Start
 from rollout_io.formats.verifiers import ADAPTER
 from schemas import check
 from schemas.errors import RolloutError

@@ -15,8 +15,8 @@ import pytest
 import rollout_io
 from rollout_io.conversion.plan import Keywords
 from rollout_io.formats import gemini_cli, opencode, qwen_code
+from rollout_io.formats.engines.files import Start
 from rollout_io.formats.gemini_cli import BROKEN_OFF
-from rollout_io.formats.start import Start
 from schemas.messages import is_answer
 from tests.helpers.adapter_helpers import read_all
 from tests.real_harnesses.fixtures import shortened

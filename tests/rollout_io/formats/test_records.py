@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rollout_io.formats import agent_lightning, chats, swe_agent, trl
-from rollout_io.formats.start import Start
+from rollout_io.formats.engines.files import Start
 from tests.helpers.adapter_helpers import read_all
 
 ASK, ANSWER = {"role": "user", "content": "1 + 5?"}, {"role": "assistant", "content": "6"}

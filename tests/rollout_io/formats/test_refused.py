@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_io.formats.start import Start
+from rollout_io.formats.engines.files import Start
 from rollout_io.formats.unrecognized import REFUSED
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import convert_with

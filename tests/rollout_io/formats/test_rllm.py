@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 
 from rollout_io.formats.base import Conversation, Options, Step
+from rollout_io.formats.engines.files import Start
 from rollout_io.formats.rllm import ADAPTER
-from rollout_io.formats.start import Start
 from schemas import check
 from tests.conftest import ROOT
 from tests.helpers.adapter_helpers import convert_with, planned, read_all

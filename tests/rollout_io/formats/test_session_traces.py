@@ -8,7 +8,7 @@ import pytest
 import rollout_io
 from rollout_io.cli.main import run
 from rollout_io.conversion.plan import Keywords
-from rollout_io.formats.session_traces import ADAPTER, NO_ANSWER, NOT_WRITTEN
+from rollout_io.formats.hugging_face import ADAPTER, NO_ANSWER, NOT_WRITTEN
 from schemas.columns import arrow_schema
 from tests.conftest import ROOT
 from tests.helpers.adapter_helpers import read_all, write_lines

@@ -360,6 +360,18 @@ def test_what_is_written_during_a_call_of_kimi_follows_its_results_one_of_which_
     assert step_read.messages[3]["content"].startswith(f"{FAILED}\nTool execution was interrupted")
 
 
+def test_prompts_of_kimi_in_a_row_are_one_message_and_what_the_program_writes_is_not(read):
+    lines = [WIRE, prompt("Go."), prompt("On."), prompt("Mind.", "injection"), prompt("More.")]
+    compaction = wire(
+        "context.apply_compaction", contextSummary="In short.", keptUserMessageCount=3
+    )
+    reading = read("kimi_cli", [*lines, *step("One."), compaction, prompt("Now."), *step("Two.")])
+    assert [texts(item) for item in reading.steps] == [
+        ["Go.\n\nOn.", "Mind.", "More.", "One."],
+        ["Go.\n\nOn.\n\nMore.", "In short.", "Now.", "Two."],
+    ]
+
+
 def test_a_step_of_kimi_that_broke_off_waits_for_results_and_one_that_ended_does_not(read):
     result = loop("tool.result", toolCallId="c", result={"output": "a"})
     for reason, num_late in (("interrupted", 0), ("tool_use", 1)):

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
+from rollout_io.formats.engines.files import Start
 from rollout_io.formats.skyrl import EVALUATIONS
-from rollout_io.formats.start import Start
 from tests.helpers.adapter_helpers import convert_with, planned, read_all, write_lines
 from tests.helpers.examples import examples
 from tests.helpers.line_log_helpers import check_lines, mutated_lines

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_io.formats import slime_export as slime
+from rollout_io.formats.engines.files import Start
 from rollout_io.formats.slime import ADAPTER
-from rollout_io.formats.start import Start
 from schemas import check
 from schemas.errors import RolloutError
 from tests.conftest import ROOT

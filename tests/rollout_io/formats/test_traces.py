@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rollout_io.formats.base import Options, noted
 from rollout_io.formats.dialects.model_spans import PLAIN
 from rollout_io.formats.dialects.spans import spans_in, tree_of
-from rollout_io.formats.start import Start
+from rollout_io.formats.engines.files import Start
 from rollout_io.formats.traces import (
     ADAPTER,
     AROUND,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rollout_io.dataset.prefix_layout import encode_prefixes
 from rollout_io.formats.base import Conversation, Options
-from rollout_io.formats.start import Start
+from rollout_io.formats.engines.files import Start
 from rollout_io.formats.verifiers import ADAPTER
 from schemas import check
 from schemas.errors import RolloutError

@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout_io.formats.start import Start
+from rollout_io.formats.engines.files import Start
 from rollout_io.formats.verifiers import ADAPTER
 from rollout_io.formats.verifiers_rows import metadata_beside
 from schemas.errors import RolloutError

@@ -1,10 +1,10 @@
-"""Files that contain many records: SQLite databases, zip archives, Parquet and Arrow files.
+"""Files: what is at the start of one (`Start`), and those that have many records.
 
-A database is read where it is; neither it nor its write-ahead log is changed. A member of an archive is
-read into memory, with a limit on its size; pyarrow decompresses Zstandard members (method 93), because
-`zipfile` only supports them since Python 3.14. Rows of tables, and of the Arrow files that `datasets`
-saves, are read as JSON, without the nulls that Arrow adds to structs: a row's values may have different
-keys.
+The start is read once, and shown to every format that may recognize it. A SQLite database is read where
+it is; neither it nor its write-ahead log is changed. A member of a zip archive is read into memory, with
+a limit on its size; pyarrow decompresses Zstandard members (method 93), because `zipfile` only supports
+them since Python 3.14. Rows of Parquet tables, and of the Arrow files that `datasets` saves, are read as
+JSON, without the nulls that Arrow adds to structs: a row's values may have different keys.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,129 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rollout_io.dataset.opening import Version, open_input
+from rollout_io.dataset.opening import Version, open_input, read_input
 from rollout_io.formats.base import Input, Place, Progress, Rejected, note
+from rollout_io.formats.parsing.jsonl import decoded, first_lines
 from rollout_io.formats.parsing.records import Record
 from schemas.errors import InputError, RolloutError
+
+_ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
+_MAX_DOCUMENT_BYTES = 1 << 28
+"""Largest document that detection decodes completely."""
+
+_NO_JSON = object()
+
+
+class Start:
+    """What is at the start of a file or directory; each part is read when a format asks for it.
+
+    Nothing here raises an error: the reader of a format reports what is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @cached_property
+    def is_file(self) -> bool:
+        """True for a file."""
+        return self.path.is_file()
+
+    @cached_property
+    def lines(self) -> list[bytes]:
+        """The non-blank lines among the first 8."""
+        return [*first_lines(self.path)]
+
+    @cached_property
+    def _line_values(self) -> list[Any]:
+        return [_value(line) for line in self.lines]
+
+    @cached_property
+    def is_document(self) -> bool:
+        """True if the file is one JSON document over several lines, or no JSON at all.
+
+        A list with a record a line has lines that are JSON too, so a file whose first line is none
+        is a document if all of it is one, or if that line only opens a list or an object, and is not
+        the damaged first of several records.
+        """
+        values = self._line_values
+        if not values or values[0] is not _NO_JSON:
+            return not values
+        first, second = self.lines[0].strip(), b"".join(self.lines[1:2]).strip()
+        if first == b"{":  # what follows in an object is a key
+            is_open = second[:1] in {b"", b'"', b"}"}
+        else:  # what follows in a list ends with a comma, or is the last
+            is_open = first == b"[" and (len(values) < 3 or _NO_JSON in values[1:3])
+        is_broken = all(value is _NO_JSON for value in values)
+        return is_open or is_broken or self._whole is not _NO_JSON
+
+    @cached_property
+    def _whole(self) -> Any:
+        try:
+            if not self.is_file or self.path.stat().st_size > _MAX_DOCUMENT_BYTES:
+                return _NO_JSON
+            return _value(read_input(self.path))
+        except (OSError, RolloutError):
+            return _NO_JSON
+
+    @cached_property
+    def values(self) -> list[Any]:
+        """The lists and objects among the first 8 lines, or the document if the file is one."""
+        values = [self._whole] if self.is_document else self._line_values
+        return [value for value in values if value is not _NO_JSON]
+
+    @property
+    def records(self) -> Iterator[dict[str, Any]]:
+        """The objects among `values`."""
+        return (value for value in self.values if isinstance(value, dict))
+
+    @cached_property
+    def document(self) -> Any:
+        """The only value of a file that is one JSON document, on one line or more; else None."""
+        is_one_line = len(self.lines) == 1 == len(self.values)
+        return self.values[0] if (self.is_document and self.values) or is_one_line else None
+
+    @cached_property
+    def tables(self) -> dict[str, set[str]]:
+        """Columns of each table of a SQLite database; empty for any other file."""
+        return columns_of(self.path) if self.is_file else {}
+
+    @cached_property
+    def head(self) -> bytes:
+        """The first 64 KiB of a file."""
+        try:
+            if not self.is_file:
+                return b""
+            with open_input(self.path) as file:
+                return file.read(1 << 16)
+        except (OSError, RolloutError):
+            return b""
+
+    @cached_property
+    def torch_pickle(self) -> bytes:
+        """The first MiB of the pickle in a file of torch.save, which is a zip archive; else empty."""
+        try:
+            with zipfile.ZipFile(self.path) as archive:
+                names = [n for n in archive.namelist() if n.rpartition("/")[2] == "data.pkl"]
+                with archive.open(names[0]) as file:
+                    return file.read(1 << 20)
+        except (*_ZIP_ERRORS, NotImplementedError, RuntimeError, IndexError):
+            return b""
+
+    def below(self, pattern: str) -> list[Path]:
+        """Return the files of a directory that match a pattern; empty for a file."""
+        if self.is_file or not pattern:
+            return []
+        return sorted(self.path.glob(pattern))
+
+
+def _value(content: bytes) -> Any:
+    if not content.lstrip().startswith((b"{", b"[")):
+        return _NO_JSON
+    try:
+        return decoded(_ANY, content)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return _NO_JSON
+
 
 _MAGIC = b"SQLite format 3\0"
 
@@ -188,10 +307,9 @@ def read_member(path: Path, name: str, where: str) -> bytes:
         raise InputError("zip_archive", where, finding, hint=hint) from None
     except RuntimeError as error:  # also an unknown compression method
         finding = " ".join(f"cannot unpack the member: {error}".split())
+        expected = "deflate, Zstandard or none"
         hint = "unpack the archive, and pack it again with a zip program, without a password"
-        raise InputError(
-            "zip_archive", where, finding, "deflate, Zstandard or none", hint
-        ) from None
+        raise InputError("zip_archive", where, finding, expected, hint) from None
     except _ZIP_ERRORS as error:
         raise _damaged_zip(where, error) from None
 
@@ -296,9 +414,8 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_nulls(part) for name, part in value.items() if part is not None}
     is_infinite = isinstance(value, float) and math.isinf(value)
-    return (
-        msgspec.Raw(b"1e999") if is_infinite else value
-    )  # refused as any JSON number of that size
+    # Refused as any JSON number of that size.
+    return msgspec.Raw(b"1e999") if is_infinite else value
 
 
 def _is_arrow(path: Path) -> bool:
@@ -317,11 +434,9 @@ def _num_rows(path: Path) -> Iterator[int]:
 @lru_cache(maxsize=2)
 def _rows(path: Path, version: Version, batch: int) -> list[dict[str, Any]]:
     if _is_arrow(path):
-        rows: list[dict[str, Any]] = _batches(path, version).to_batches()[batch].to_pylist()
-        return rows
+        return [*_batches(path, version).to_batches()[batch].to_pylist()]
     with pq.ParquetFile(path) as file:
-        rows = file.read_row_group(batch).to_pylist()
-        return rows
+        return [*file.read_row_group(batch).to_pylist()]
 
 
 @lru_cache(maxsize=2)
