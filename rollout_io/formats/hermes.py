@@ -292,6 +292,12 @@ def _name(session: Session) -> str:
     return str(_NAME.decode(session.id))
 
 
+def _run_of(session: Session, place: Place) -> Run:
+    """Return the run of a session, if others can name it."""
+    decode_line(_NAME, bytes(session.id), f"{place.where}, id")
+    return run_of(session, place)
+
+
 def _parts(rows: Iterable[_Row], *, is_continued: bool) -> list[list[_Row]]:
     """Divide the messages of a session at its compressions: each part begins with what one wrote.
 
@@ -399,7 +405,7 @@ def read(session: Session, run: Run, _: Options) -> Trajectory:
         InputError: `message`: there are two system prompts, or an invalid message.
     """
     log = Contexts(tools=openai_tools(session.tools))
-    ends: dict[str, tuple[list[Any], bool]] = {}
+    ends: dict[str, tuple[list[list[Any]], bool]] = {}
     for i, place in enumerate(run.places):
         other = _session(place) if i else session
         rows = _rows_of(other.messages, place.where)
@@ -415,8 +421,10 @@ def read(session: Session, run: Run, _: Options) -> Trajectory:
         for part in _parts(rows, is_continued=parent is not None):
             num_written = _num_summarized(part)
             if before:
-                num_repeated = _num_written(part, before, is_compressed=is_compressed)
-                num_written = max(num_written, num_repeated)
+                repeated = [
+                    _num_written(part, names, is_compressed=is_compressed) for names in before
+                ]
+                num_written = max(num_written, *repeated)
             elif num_written:
                 note(NO_OLD if parent is None else NO_PARENT)
                 num_written += _num_inserted(part[num_written - 1 :])
@@ -424,8 +432,10 @@ def read(session: Session, run: Run, _: Options) -> Trajectory:
             log.replace()
             log.say(system, place.where)
             _say(part, num_written, log)
-            live = log.sent(log.sends._replace(missing=None))  # what a compression copies
-            before, is_compressed = [*map(_name_of, live[len(system) :])], True
+            # A compression copies messages as they were sent, or as they were stored.
+            live = log.sent(log.sends._replace(missing=None))[len(system) :]
+            stored = [row.message for row in part]
+            before, is_compressed = [[*map(_name_of, one)] for one in (live, stored)], True
         ends[_name(other)] = before, other.end_reason == _COMPRESSION
     trajectory = trajectory_of(session, run, log.steps())
     totals = dict(trajectory.metrics)
@@ -439,7 +449,7 @@ def read(session: Session, run: Run, _: Options) -> Trajectory:
 ADAPTER = Records(
     records={"": Session},
     leaves=_LEAVES,
-    run=run_of,
+    run=_run_of,
     read=read,
     is_record=like("id source system_prompt message_count messages"),
     finish=lambda items: joined(with_groups(items), _names, _is_continued),
