@@ -148,7 +148,7 @@ def invariant(monkeypatch: pytest.MonkeyPatch) -> str:
     source = [
         "rule = " + block("python", "Rule("),
         block("python", "def check_policy_version"),
-        block("python", "def _negative_version"),
+        "row_check = " + block("python", "(check_policy_version").rstrip(",\n"),
         "entry = {" + block("python", '"policy_version_nonnegative"') + "}",
     ]
     names: dict[str, Any] = vars(row_checks) | vars(breakers) | {"Rule": Rule}
@@ -156,7 +156,7 @@ def invariant(monkeypatch: pytest.MonkeyPatch) -> str:
     rule = names["rule"].name
     monkeypatch.setitem(RULES, rule, names["rule"])
     monkeypatch.setitem(breakers.BREAKERS, rule, names["entry"][rule])
-    extended = (*row_checks.ROW_CHECKS, names["check_policy_version"])
+    extended = (*row_checks.ROW_CHECKS, names["row_check"])
     monkeypatch.setattr("schemas.checker.ROW_CHECKS", extended)
     return rule
 
