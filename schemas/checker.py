@@ -71,11 +71,8 @@ class ValidationError(InvariantError):
 
 def row_place(breach: Mapping[str, Any]) -> str:
     """Format the row of a breach for a message: `row 3 (trajectory shop-1_0, step 2)`."""
-    parts = []
-    if breach["trajectory_id"] is not None:
-        parts.append(f"trajectory {breach['trajectory_id']}")
-    if breach["step_index"] is not None:
-        parts.append(f"step {breach['step_index']}")
+    named = {"trajectory": breach["trajectory_id"], "step": breach["step_index"]}
+    parts = [f"{name} {value}" for name, value in named.items() if value is not None]
     return f"row {breach['row']}" + (f" ({', '.join(parts)})" if parts else "")
 
 
@@ -147,10 +144,8 @@ class Checker:
         if self.open_end is not None:
             breaches.append(self._unfinished("final_row_is_last"))
         if self._has_healthy_rows and not self._trains:
-            rule, sentence = "mask_trains_something", "loss_mask is false for every token"
-            breaches.append(
-                breach_frame(rule, [None], "loss_mask", ["all false"], ["some true"], sentence)
-            )
+            texts = ["all false"], ["some true"], "loss_mask is false for every token"
+            breaches.append(breach_frame("mask_trains_something", [None], "loss_mask", *texts))
         return joined(breaches)
 
     def _structure(self, view: View) -> Iterator[pl.DataFrame]:
@@ -164,9 +159,8 @@ class Checker:
         self._open_step = int(view.array("step_index")[-1])
 
     def _unfinished(self, rule: str) -> pl.DataFrame:
-        row, column = self.num_rows - 1, "is_last_step"
-        sentence, trajectory = UNMARKED_END, self.open_end
-        breach = breach_frame(rule, [row], column, ["false"], ["true"], sentence, trajectory)
+        texts = ["false"], ["true"], UNMARKED_END, self.open_end
+        breach = breach_frame(rule, [self.num_rows - 1], "is_last_step", *texts)
         return breach.with_columns(step_index=pl.lit(self._open_step, pl.Int64))
 
     def _note_training(self, view: View) -> None:
@@ -271,11 +265,10 @@ def misnamed_columns(table: pa.Table) -> pl.DataFrame:
 @cache
 def _is_known(kind: pa.DataType) -> bool:
     """True if Polars has a type for an Arrow type."""
+    polars_errors = (pl.exceptions.PolarsError, pl.exceptions.PanicException)
     try:
         pl.from_arrow(pa.nulls(0, kind))  # pa.array would import pandas
-    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, pa.ArrowException):
-        return False
-    except (TypeError, ValueError, NotImplementedError):
+    except (*polars_errors, pa.ArrowException, TypeError, ValueError, NotImplementedError):
         return False
     return True
 
@@ -292,11 +285,8 @@ def unreadable_text(
     table = _first_of_each_name(table)
     for name, column in zip(table.column_names, table.columns, strict=True):
         if name not in skipped and any(map(is_string, types_in(column.type))):
-            rows = np.array(_garbled(column), np.int64)
-            found, expected = "invalid UTF-8", "UTF-8"
-            breaches.append(
-                view.breaches("columns_and_types", rows, name, found, expected, sentence)
-            )
+            rows, texts = np.array(_garbled(column), np.int64), ("invalid UTF-8", "UTF-8", sentence)
+            breaches.append(view.breaches("columns_and_types", rows, name, *texts))
     return joined(breaches)
 
 
@@ -347,17 +337,17 @@ def _check_type(table: pa.Table, name: str) -> list[pl.DataFrame]:
 def _check_nulls(view: View, name: str) -> list[pl.DataFrame]:
     rule, values, breaches = "columns_and_types", view.table.column(name), []
     if values.null_count and not is_nullable(name):
-        rows = np.flatnonzero(to_numpy(values.is_null()))
-        breaches.append(view.breaches(rule, rows, name, "null", "a value", "{column} is null"))
+        bad = to_numpy(values.is_null())
+        breaches.append(view.breaches(rule, bad, name, "null", "a value", "{column} is null"))
     rows = _rows_with_null_elements(values)
     sentence = "{column} contains a null element"
     breaches.append(view.breaches(rule, rows, name, "a null element", "no null", sentence))
     if name == "token_source":
         texts = pl.Series(view.strings(name))
         unknown = texts.is_not_null() & ~texts.is_in(TOKEN_SOURCES)
-        rows = unknown.arg_true().to_numpy()
-        finding = [repr(text) for text in texts.filter(unknown)]
-        breaches.append(view.breaches(rule, rows, name, finding, " or ".join(TOKEN_SOURCES)))
+        found = [repr(text) for text in texts.filter(unknown)]
+        expected = " or ".join(TOKEN_SOURCES)
+        breaches.append(view.breaches(rule, unknown.to_numpy(), name, found, expected))
     return breaches
 
 
