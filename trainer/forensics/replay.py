@@ -193,7 +193,7 @@ def _compared(
     The weights and the state after the update are compared too, unless changes are made to it.
     """
     recorded, update, run = before.recorded, before.update, before.run
-    is_loop, comparison = recorded.num_iterations is not None, Comparison()
+    is_loop, comparison = recorded.num_iterations is not None, Comparison(run, update)
     for one in before.forwarded:
         comparison.metrics(one.recorded, one.metrics, is_loop=is_loop)
     replayed = iteration_of(recorded, run) | result.metrics
@@ -203,21 +203,21 @@ def _compared(
         on_the_way = count(len(before.forwarded), "update")
         compared.append(f"the metrics of {on_the_way} before it")
     if token_record_path(recorded.path, update).is_file():
-        comparison.tokens(recorded.path, update, result.tokens)
+        comparison.tokens(recorded.path, result.tokens)
         compared.append("the recorded tokens")
     folder = checkpoint_path(recorded.path, update)
     if folder.is_dir() and not is_changed:
-        comparison.weights(folder, run, update)
+        comparison.weights(folder)
         compared.append(f"the weights of {folder}")
         if run.critic is not None:
-            comparison.critic(folder / "critic", run, update)
+            comparison.critic(folder / "critic")
             compared.append("its critic")
         if (folder / "state").is_dir():
-            comparison.state(folder / "state", run, result.progress, update)
+            comparison.state(folder / "state", result.progress)
             compared.append("its optimizers and position")
     version = recorded.path / "weights" / f"version_{run.first_batch + 1}"
     if is_loop and before.step.num_left == 1 and version.is_dir() and not is_changed:
-        comparison.weights(version, run, update)
+        comparison.weights(version)
         compared.append(f"the weights of {version}")
     return compared, comparison.differences
 

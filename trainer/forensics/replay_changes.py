@@ -25,12 +25,7 @@ from trainer.models.lora import WithoutAdapter
 from trainer.run.metrics import batch_metrics
 from trainer.run.open_run import load_reference, open_run
 from trainer.run.run import Run
-from trainer.update import (
-    Step,
-    read_groups,
-    ready_batch,
-    set_rates,
-)
+from trainer.update import Step, read_groups, ready_batch, set_rates
 
 MAY_CHANGE = (
     {f"loss.{key}" for key in LossConfig.__dataclass_fields__}
@@ -91,13 +86,12 @@ class ChangedBatch:
     def prepare(self, run: Run, step: Step) -> None:
         """Recompute the batch: advantages, old and reference log-probabilities, and values."""
         changed = changed_run(run, changed_config(run.config, self.settings))
-        position = step.before
-        if changed.config.loss.kl_reward_coef != run.config.loss.kl_reward_coef:
-            position = dataclasses.replace(position, kl_coef=changed.config.loss.kl_reward_coef)
+        position, coef = step.before, changed.config.loss.kl_reward_coef
+        if coef != run.config.loss.kl_reward_coef:
+            position = dataclasses.replace(position, kl_coef=coef)
         groups = step.batch.groups
         self.run = changed
-        rows, stored = read_groups(changed, groups)
-        self.batch = ready_batch(changed, groups, position, rows, stored)
+        self.batch = ready_batch(changed, groups, position, *read_groups(changed, groups))
 
     def of(self, run: Run, step: Step) -> tuple[Run, Step]:
         """Return the run and the mini-batch to train with these settings."""
@@ -236,16 +230,10 @@ def _chosen(run: Run, origins: Origins, without: Sequence[str], used: BoolArray)
 
 def _metrics_without(run: Run, step: Step, batch: Batch) -> dict[str, Any]:
     """Recompute the mini-batch's counts and means without trajectories that have no rows left."""
-    before = step.batch
-    inside = before.mini_batch == step.number
-    remain = batch.trajectory[batch.mini_batch == step.number]
-    lost = np.setdiff1d(before.trajectory[inside], remain).tolist()
-    trajectories = run.plan.trajectories.filter(
-        pl.col("instance_id").is_in(list(step.batch.groups))
-    )
-    ids = trajectories["trajectory_id"].sort().to_list()  # as `Batch.trajectory` numbers them
-    names = [ids[number] for number in lost]
-    others = run.plan.trajectories.filter(~pl.col("trajectory_id").is_in(names))
+    before, after = (one.trajectory[one.mini_batch == step.number] for one in (step.batch, batch))
+    groups, every = step.batch.groups, run.plan.trajectories
+    ids = every.filter(pl.col("instance_id").is_in(list(groups)))["trajectory_id"].sort()
+    lost = ids[np.setdiff1d(before, after)]  # as `Batch.trajectory` numbers them
+    others = every.filter(~pl.col("trajectory_id").is_in(lost.implode()))
     plan = dataclasses.replace(run.plan, trajectories=others)
-    counted = batch_metrics(run.accelerator, plan, batch, step.batch.groups)
-    return counted[step.number]
+    return batch_metrics(run.accelerator, plan, batch, groups)[step.number]
