@@ -280,12 +280,13 @@ def check_prompts(view: View) -> Iterator[pl.DataFrame]:
     first = np.flatnonzero(np.diff(ranges.row, prepend=-1))
     row, length = ranges.row[first], ranges.length[first]
     fits = (length >= MIN_ANSWER_TOKENS) & (prompt.lengths[row] >= length + 2 * HEADER_TOKENS)
-    repeated = [
-        index
-        for index in first[fits].tolist()
-        if _is_last_message(ranges.tokens(index), prompt.row(ranges.row[index]))
-        and ranges.trains(index)
-    ]
+    bounds, header_bytes = prompt.offsets.tolist(), HEADER_TOKENS * prompt.values.itemsize
+    repeated = []
+    for index, at in zip(first[fits].tolist(), row[fits].tolist(), strict=True):
+        text = prompt.values[bounds[at] : bounds[at + 1]].tobytes()
+        begin = _last_message(text, header_bytes)
+        if begin > 0 and text.startswith(ranges.tokens(index).tobytes(), begin, -header_bytes):
+            repeated += [index] * ranges.trains(index)
     repeating = list(_unexplained(ranges, repeated, first_rows(view)))
     found = [
         f"its {ranges.length[i]} sampled tokens as the last assistant message" for i in repeating
@@ -295,15 +296,13 @@ def check_prompts(view: View) -> Iterator[pl.DataFrame]:
     yield view.breaches("response_in_prompt", rows, "prompt_token_ids", found, expected, sentence)
 
 
-def _is_last_message(answer: npt.NDArray[Any], prompt: npt.NDArray[Any]) -> bool:
-    """True if the last assistant message of a prompt begins with an answer."""
-    text, size = prompt.tobytes(), prompt.itemsize
-    end = len(text) - HEADER_TOKENS * size
-    header = text[end:]
-    at = text.rfind(header, 0, end)
-    while at > 0 and at % size:  # the bytes of the header across the bounds of tokens
-        at = text.rfind(header, 0, at + len(header) - 1)
-    return at >= 0 and text.startswith(answer.tobytes(), at + len(header), end)
+def _last_message(prompt: bytes, header_bytes: int) -> int:
+    """Return the index at which the last message with the header of the answer begins, 0 if none does."""
+    header = prompt[-header_bytes:]
+    at = prompt.rfind(header, 0, -header_bytes)
+    while at > 0 and at % (header_bytes // HEADER_TOKENS):  # across the bounds of tokens
+        at = prompt.rfind(header, 0, at + header_bytes - 1)
+    return 0 if at < 0 else at + header_bytes
 
 
 @dataclass(frozen=True, slots=True)
