@@ -345,9 +345,9 @@ def _check_nulls(view: View, name: str) -> list[pl.DataFrame]:
     if name == "token_source":
         texts = pl.Series(view.strings(name))
         unknown = texts.is_not_null() & ~texts.is_in(TOKEN_SOURCES)
-        found = [repr(text) for text in texts.filter(unknown)]
+        finding = [repr(text) for text in texts.filter(unknown)]
         expected = " or ".join(TOKEN_SOURCES)
-        breaches.append(view.breaches(rule, unknown.to_numpy(), name, found, expected))
+        breaches.append(view.breaches(rule, unknown.to_numpy(), name, finding, expected))
     return breaches
 
 

@@ -57,8 +57,8 @@ def check_lengths_align(view: View) -> Iterator[pl.DataFrame]:
     for name in filter(view.has, ALIGNED_COLUMNS):
         lengths = list_lengths(view.table.column(name))
         bad = ~view.is_null(name) & (lengths != expected)
-        found, wanted = [f"{n} values" for n in lengths[bad]], expected[bad].astype(str)
-        yield view.breaches("lengths_align", bad, name, found, list(wanted), sentence)
+        finding, wanted = [f"{n} values" for n in lengths[bad]], expected[bad].astype(str)
+        yield view.breaches("lengths_align", bad, name, finding, list(wanted), sentence)
 
 
 def check_token_range(view: View, vocab_size: int | None) -> Iterator[pl.DataFrame]:
@@ -80,25 +80,25 @@ def check_rewards(view: View) -> Iterator[pl.DataFrame]:
         reward = to_numpy(view.table.column("reward"))
         expected, sentence = "a finite number or null", "reward is {got}; it must be finite or null"
         bad = ~unknown & ~np.isfinite(reward)
-        found = [str(value) for value in reward[bad]]
-        yield view.breaches("reward_finite", bad, "reward", found, expected, sentence)
+        finding = [str(value) for value in reward[bad]]
+        yield view.breaches("reward_finite", bad, "reward", finding, expected, sentence)
         scalar = np.where(unknown, np.nan, reward)
     if has_scalar and view.has("segments"):
         sums = _step_rewards(view)
         bad = _differ(sums, scalar)
-        found, wanted = ([f"{value:g}" for value in values[bad]] for values in (scalar, sums))
+        finding, wanted = ([f"{value:g}" for value in values[bad]] for values in (scalar, sums))
         sentence = "reward is {got} but the rewards of the row's steps sum to {expected}"
-        yield view.breaches(rule, bad, "reward", found, wanted, sentence)
+        yield view.breaches(rule, bad, "reward", finding, wanted, sentence)
     if view.has("rewards"):
         column = view.ragged("rewards")
         infinite = ~np.isfinite(column.values)
         yield first_elements(view, "reward_finite", "rewards", infinite, "finite numbers")
         sums = row_sums(column)
         bad = has_scalar & column.valid & (unknown | _differ(sums, scalar))
-        found = [f"{value:g}" for value in sums[bad]]
+        finding = [f"{value:g}" for value in sums[bad]]
         wanted = ["null" if np.isnan(value) else f"{value:g}" for value in scalar[bad]]
         sentence = "rewards sum to {got} but reward is {expected}"
-        yield view.breaches(rule, bad, "rewards", found, wanted, sentence)
+        yield view.breaches(rule, bad, "rewards", finding, wanted, sentence)
 
 
 def _step_rewards(view: View) -> npt.NDArray[np.float64]:
@@ -176,9 +176,9 @@ def check_routing(view: View) -> Iterator[pl.DataFrame]:
     limit = prompts + view.ragged("response_ids").lengths
     # prefix_reference has already reported negative lengths.
     bad = ~view.is_null(name) & ((lengths < 1) | (lengths > limit)) & (prompts >= 0)
-    found, expected = [f"{n}" for n in lengths[bad]], [f"1 to {n}" for n in limit[bad]]
+    finding, expected = [f"{n}" for n in lengths[bad]], [f"1 to {n}" for n in limit[bad]]
     sentence = "{column} covers {got} tokens; it must cover {expected} (prompt + response)"
-    yield view.breaches("routing_shape", bad, name, found, expected, sentence)
+    yield view.breaches("routing_shape", bad, name, finding, expected, sentence)
 
     tokens = pc.list_flatten(column)
     experts = to_numpy(pc.list_flatten(pc.list_flatten(tokens)))
@@ -218,10 +218,12 @@ def check_pictures(view: View) -> Iterator[pl.DataFrame]:
     expected = "1 or more tokens inside prompt + response, after the picture before"
     sentence = "an entry of {column} has {got}; expected {expected}"
 
-    def found(i: int) -> str:
+    def finding(i: int) -> str:
         return f"start {starts[at[i]].as_py()}, length {lengths[at[i]].as_py()}"
 
-    yield view.first_breaches("picture_spans", row[at], ~good, PICTURES, found, expected, sentence)
+    yield view.first_breaches(
+        "picture_spans", row[at], ~good, PICTURES, finding, expected, sentence
+    )
 
 
 def check_redacted(view: View) -> Iterator[pl.DataFrame]:
@@ -252,17 +254,14 @@ def check_metrics(view: View) -> Iterator[pl.DataFrame]:
     key, value = pc.struct_field(entries, "key"), pc.struct_field(entries, "value")
     frame = to_frame({"row": to_arrow(row), "key": key})
     repeated = ~frame.select(pl.struct("row", "key").is_first_distinct()).to_series().to_numpy()
-    null, expected = (
-        to_numpy(pc.or_(key.is_null(), value.is_null())),
-        "each name once, without nulls",
-    )
+    null = to_numpy(pc.or_(key.is_null(), value.is_null()))
     yield view.first_breaches(
         "metrics_keys",
         row,
         null | repeated,
         "metrics",
         lambda i: "a null" if null[i] else f"{key[i].as_py()!r} twice",
-        expected,
+        "each name once, without nulls",
     )
 
 
@@ -288,12 +287,12 @@ def check_prompts(view: View) -> Iterator[pl.DataFrame]:
         if begin > 0 and text.startswith(ranges.tokens(index).tobytes(), begin, -header_bytes):
             repeated += [index] * ranges.trains(index)
     repeating = list(_unexplained(ranges, repeated, first_rows(view)))
-    found = [
+    finding = [
         f"its {ranges.length[i]} sampled tokens as the last assistant message" for i in repeating
     ]
     rows, expected = ranges.row[repeating], "a prompt that ends before its response"
     sentence = "the last assistant message of the prompt is the response itself"
-    yield view.breaches("response_in_prompt", rows, "prompt_token_ids", found, expected, sentence)
+    yield view.breaches("response_in_prompt", rows, "prompt_token_ids", finding, expected, sentence)
 
 
 def _last_message(prompt: bytes, header_bytes: int) -> int:

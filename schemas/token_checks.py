@@ -49,9 +49,9 @@ def check_versions(view: View) -> Iterator[pl.DataFrame]:
     is_known = ~view.is_null("policy_version") & some(values > 0)
     older = some((values > 0) & (values < oldest[row]))
     bad = is_known & (~some(values == oldest[row]) | older)
-    found = [str(np.unique(column.row(int(r))).tolist()) for r in np.flatnonzero(bad)]
+    finding = [str(np.unique(column.row(int(r))).tolist()) for r in np.flatnonzero(bad)]
     sentence = "{column} are {got}, but policy_version, the oldest, is {expected}"
-    yield view.breaches(rule, bad, name, found, list(oldest[bad].astype(str)), sentence)
+    yield view.breaches(rule, bad, name, finding, list(oldest[bad].astype(str)), sentence)
 
 
 def first_elements(view: View, rule: str, name: str, bad: BoolArray, expected: str) -> pl.DataFrame:
@@ -59,12 +59,12 @@ def first_elements(view: View, rule: str, name: str, bad: BoolArray, expected: s
     column = view.ragged(name)
     at = np.flatnonzero(bad)
     rows, first, counts = np.unique(column.row_of(at), return_index=True, return_counts=True)
-    found = [
+    finding = [
         f"{column.values[i]} at index {i - column.offsets[row]}"
         + (f" (and {count - 1} more)" if count > 1 else "")
         for row, i, count in zip(rows, at[first], counts, strict=True)
     ]
-    return view.breaches(rule, rows, name, found, expected, CONTAINS)
+    return view.breaches(rule, rows, name, finding, expected, CONTAINS)
 
 
 SUPPORT = "sampling_support"
@@ -144,11 +144,11 @@ def check_teacher(view: View) -> Iterator[pl.DataFrame]:
     size = min(place.shape[1] for place in places) if len(names) == 2 else 0
     differs = (places[0][:, :size] != places[-1][:, :size]).any(axis=0)
     bad += [places[0][0, :size][differs], *(place[0, size:] for place in places)]
-    found = "ids and log-probabilities that do not belong together"
+    finding = "ids and log-probabilities that do not belong together"
     expected = "one finite log-probability of at most 0 per id, no id twice"
     sentence = f"{TEACHER_IDS} and {TEACHER_LOGPROBS} have {{got}}; expected {{expected}}"
     rows = np.unique(np.concatenate(bad))
-    yield view.breaches("teacher_shape", rows, names[0], found, expected, sentence)
+    yield view.breaches("teacher_shape", rows, names[0], finding, expected, sentence)
 
 
 def check_set_range(view: View, top: int, expected: str) -> Iterator[pl.DataFrame]:

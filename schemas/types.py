@@ -124,13 +124,12 @@ def cast_table(table: pa.Table) -> pa.Table:
     The table must have passed `columns_and_types`. Slice a table of more than 2^31 list elements
     first: the declared lists have 32-bit offsets.
     """
-    names = table.column_names
-    kinds = [_target(f.name, f.type) for f in table.schema]
-    columns = [cast_column(table.column(n), kind) for n, kind in zip(names, kinds, strict=True)]
     fields = [
-        pa.field(n, kind, is_nullable(n), table.schema.field(n).metadata)
-        for n, kind in zip(names, kinds, strict=True)
+        pa.field(f.name, _target(f.name, f.type), is_nullable(f.name), f.metadata)
+        for f in table.schema
     ]
+    pairs = zip(table.columns, fields, strict=True)
+    columns = [cast_column(column, field.type) for column, field in pairs]
     return pa.Table.from_arrays(columns, schema=pa.schema(fields, table.schema.metadata))
 
 

@@ -93,11 +93,9 @@ def table_of(batch: Sequence[Settled]) -> pa.Table:
     kinds = {name: value.type for step in rows.steps for name, value in step.columns.items()}
     for name, kind in kinds.items():
         if name in columns:
-            where, finding = (
-                rows.steps[0].source,
-                f"the log and the rewards both give a column {name!r}",
-            )
-            raise InputError("free_name", where, finding, hint="rename it in the rewards")
+            where, hint = rows.steps[0].source, "rename it in the rewards"
+            finding = f"the log and the rewards both give a column {name!r}"
+            raise InputError("free_name", where, finding, hint=hint)
         values = [step.columns.get(name) for step in rows.steps]
         columns[name] = pa.array([None if v is None else v.as_py() for v in values], kind)
     fields = [

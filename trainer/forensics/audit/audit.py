@@ -355,11 +355,11 @@ class IterationAudit:
         names = {path.name.removeprefix("version_") for path in folder.glob("version_*")}
         versions = {int(name) for name in names if name.isdecimal()} | {iteration}
         paths = {0: self.source} | {n: folder / f"version_{n}" for n in versions if n}
-        kept = [(version, path) for version, path in sorted(paths.items()) if version <= iteration]
-        bases = [self.source if (path / CONFIG).is_file() else None for _, path in kept]
+        adapters = {version for version, path in paths.items() if (path / CONFIG).is_file()}
         return [
-            Candidate(version=version, path=path, base=base)
-            for (version, path), base in zip(kept, bases, strict=True)
+            Candidate(version=n, path=paths[n], base=self.source if n in adapters else None)
+            for n in sorted(paths)
+            if n <= iteration
         ]
 
     def _report(self, dataset: Path, result: AuditResult, num_rows: int, num_faulty: int) -> None:

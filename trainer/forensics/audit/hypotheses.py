@@ -92,11 +92,9 @@ def with_settings(
         return Hypothesis(kind, weights, span.scores[weights].at(1.0), 1.0, bonus=bonus, **more)
     # Engines compute the log-probabilities of greedy rows at temperature 1.
     inverse = None if inverse == inf else inverse
-    used, predicted = (
-        span.inverse if inverse is None else inverse,
-        span.sampled(weights, inverse, place),
-    )
-    return Hypothesis(kind, weights, predicted, used, bonus=bonus, **more)
+    used = span.inverse if inverse is None else inverse
+    sampled = span.sampled(weights, inverse, place)
+    return Hypothesis(kind, weights, sampled, used, bonus=bonus, **more)
 
 
 def labelled(span: Span, weights: int, kind: str = "as_labelled") -> Hypothesis:

@@ -323,15 +323,10 @@ class Weights:
         for row in wanted.tolist():
             largest = np.append(rows.prompts.row(row), rows.responses.row(row)).max()
             if largest >= size:
-                one, (_, trajectory, step) = (
-                    self.candidates[number],
-                    rows.table.select(KEYS).row(row),
-                )
-                known = f"{one.name} ({one.path}) has {count(size, 'token')}"
-                finding, where = (
-                    f"token {largest}, but {known}",
-                    f"trajectory '{trajectory}', row {step}",
-                )
+                _, trajectory, step = rows.table.select(KEYS).row(row)
+                where, one = f"trajectory '{trajectory}', row {step}", self.candidates[number]
+                size_of_one = f"{one.name} ({one.path}) has {count(size, 'token')}"
+                finding = f"token {largest}, but {size_of_one}"
                 hint = "leave out candidates that have another tokenizer than the dataset"
                 raise InputError("audit_rows", where, finding, hint=hint)
 
