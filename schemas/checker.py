@@ -96,7 +96,7 @@ class Checker:
         self.trajectory_ids: set[str] = set()
         self.num_rows = 0
         self.open_end: str | None = None
-        self._open_step: int | None = None
+        self._open_step = 0
         self._trains = False
         self._has_healthy_rows = False
 
@@ -159,9 +159,9 @@ class Checker:
         self._open_step = int(view.array("step_index")[-1])
 
     def _unfinished(self, rule: str) -> pl.DataFrame:
-        texts = ["false"], ["true"], UNMARKED_END, self.open_end
-        breach = breach_frame(rule, [self.num_rows - 1], "is_last_step", *texts)
-        return breach.with_columns(step_index=pl.lit(self._open_step, pl.Int64))
+        assert self.open_end is not None
+        texts, place = (["false"], ["true"], UNMARKED_END), ([self.open_end], [self._open_step])
+        return breach_frame(rule, [self.num_rows - 1], "is_last_step", *texts, *place)
 
     def _note_training(self, view: View) -> None:
         if view.has("loss_mask"):

@@ -103,16 +103,13 @@ class View:
         if not len(rows):
             return _NONE
         got, expected = ([x] * len(rows) if isinstance(x, str) else x for x in (got, expected))
-        place = (rows + self.row_offset).tolist()
-        frame = breach_frame(rule, place, column, got, expected, sentence)
-        index = to_arrow(rows)
+        index, ids, steps = to_arrow(rows), None, None
         if self.has("trajectory_id"):
             ids = self.strings("trajectory_id").take(index).to_pylist()
-            frame = frame.with_columns(trajectory_id=pl.Series(ids, dtype=pl.String))
         if self.has("step_index"):
             steps = self.table.column("step_index").take(index).to_pylist()
-            frame = frame.with_columns(step_index=pl.Series(steps, dtype=pl.Int64))
-        return frame
+        place = (rows + self.row_offset).tolist()
+        return breach_frame(rule, place, column, got, expected, sentence, ids, steps)
 
     def first_breaches(
         self,
@@ -148,7 +145,8 @@ def breach_frame(
     got: Sequence[str],
     expected: Sequence[str],
     sentence: str,
-    trajectory_id: str | None = None,
+    trajectory_id: Sequence[str] | None = None,
+    step_index: Sequence[int] | None = None,
 ) -> pl.DataFrame:
     """Return breaches of one rule as a frame of `BREACH_SCHEMA` (see `View.breaches`)."""
     return pl.DataFrame(
@@ -157,7 +155,7 @@ def breach_frame(
             "severity": RULES[rule].severity,
             "row": rows,
             "trajectory_id": trajectory_id,
-            "step_index": None,
+            "step_index": step_index,
             "column": column,
             "got": got,
             "expected": expected,

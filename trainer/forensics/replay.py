@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,10 +26,11 @@ from trainer.forensics.reconstruct import (
     reconstruct,
 )
 from trainer.forensics.replay_changes import (
-    ChangedBatch,
     apply_settings,
     changed_config,
+    prepared,
     split_settings,
+    with_batch,
     without_rows,
 )
 from trainer.forensics.replay_comparison import (
@@ -110,15 +112,14 @@ def replay(
     recorded = read_recorded(path, places)
     recorded.index_of(update)
     changed_config(recorded.config, settings)
-    batch = ChangedBatch(settings=settings) if settings else None
+    at_batch = partial(prepared, settings=settings) if settings else None
     with naming_damaged(recorded, update):
         start = recorded.checkpoint_before(update, between_batches=bool(settings))
         num_made = load_progress(start / "state").global_step if start else 0
     with Bar(update, "updates", f"replaying update {update}", done=num_made) as bar:
         passes = Forwarding(bar, num_planned=update, num_made=num_made)
         with ticking(passes):
-            prepare = batch.prepare if batch else None
-            before = reconstruct(path, update, places=places, at_batch=prepare, passes=passes)
+            before = reconstruct(path, update, places=places, at_batch=at_batch, passes=passes)
             is_changed = bool(settings or without)
             first = _paused(before.run) if is_changed else before.run
             # clip_cov draws the same numbers in both updates.
@@ -128,8 +129,10 @@ def replay(
             run_after, changed = before.run, None
             if is_changed:
                 step = before.step
-                if batch:
-                    run_after, step = batch.of(run_after, step)
+                if before.prepared is not None:
+                    changed_run, batch = before.prepared
+                    run_after = dataclasses.replace(changed_run, progress=run_after.progress)
+                    step = with_batch(before.run, step, batch)
                 step = without_rows(run_after, step, without) if without else step
                 apply_settings(run_after, before.progress.global_step)
                 changed = as_recorded(make_update(run_after, step, before.progress, passes).metrics)
