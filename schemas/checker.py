@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from schemas.columns import COLUMN_BY_NAME, REQUIRED_COLUMNS, TOKEN_SOURCES
+from schemas.columns import DECLARED, REQUIRED_COLUMNS, ROUTING, TOKEN_SOURCES
 from schemas.errors import InvariantError, count
 from schemas.numpy_arrays import to_numpy
 from schemas.row_checks import ROW_CHECKS, check_token_range
@@ -25,7 +25,15 @@ from schemas.structure_checks import (
     check_structure,
     check_whole,
 )
-from schemas.types import PREFIX_TYPES, accepts, accepts_column, as_table, is_list, is_nullable
+from schemas.types import (
+    PREFIX_TYPES,
+    accepts_column,
+    as_table,
+    is_list,
+    is_nullable,
+    is_string,
+    types_in,
+)
 from schemas.view import View, breach_frame, joined
 
 DECODE_COLUMNS = (*PREFIX_TYPES, "response_ids", "trajectory_id", "step_index")
@@ -63,11 +71,8 @@ class ValidationError(InvariantError):
 
 def row_place(breach: Mapping[str, Any]) -> str:
     """Format the row of a breach for a message: `row 3 (trajectory shop-1_0, step 2)`."""
-    parts = []
-    if breach["trajectory_id"] is not None:
-        parts.append(f"trajectory {breach['trajectory_id']}")
-    if breach["step_index"] is not None:
-        parts.append(f"step {breach['step_index']}")
+    named = {"trajectory": breach["trajectory_id"], "step": breach["step_index"]}
+    parts = [f"{name} {value}" for name, value in named.items() if value is not None]
     return f"row {breach['row']}" + (f" ({', '.join(parts)})" if parts else "")
 
 
@@ -91,7 +96,7 @@ class Checker:
         self.trajectory_ids: set[str] = set()
         self.num_rows = 0
         self.open_end: str | None = None
-        self._open_step: int | None = None
+        self._open_step = 0
         self._trains = False
         self._has_healthy_rows = False
 
@@ -123,8 +128,8 @@ class Checker:
         types, unusable = check_types(table, self.num_rows)
         view = View(table, self.num_rows, unusable)
         breaches.append(types)
-        for check in ROW_CHECKS:
-            breaches += check(view)
+        for check, names in ROW_CHECKS:
+            breaches += check(view) if view.has(*names) else ()
         breaches += check_token_range(view, self._vocab_size)
         breaches += check_prefix(view)
         if view.has(*STRUCTURE_COLUMNS) and table.num_rows:
@@ -139,10 +144,8 @@ class Checker:
         if self.open_end is not None:
             breaches.append(self._unfinished("final_row_is_last"))
         if self._has_healthy_rows and not self._trains:
-            rule, sentence = "mask_trains_something", "loss_mask is false for every token"
-            breaches.append(
-                breach_frame(rule, [None], "loss_mask", ["all false"], ["some true"], sentence)
-            )
+            texts = ["all false"], ["some true"], "loss_mask is false for every token"
+            breaches.append(breach_frame("mask_trains_something", [None], "loss_mask", *texts))
         return joined(breaches)
 
     def _structure(self, view: View) -> Iterator[pl.DataFrame]:
@@ -156,10 +159,9 @@ class Checker:
         self._open_step = int(view.array("step_index")[-1])
 
     def _unfinished(self, rule: str) -> pl.DataFrame:
-        row, column = self.num_rows - 1, "is_last_step"
-        sentence, trajectory = UNMARKED_END, self.open_end
-        breach = breach_frame(rule, [row], column, ["false"], ["true"], sentence, trajectory)
-        return breach.with_columns(step_index=pl.lit(self._open_step, pl.Int64))
+        assert self.open_end is not None
+        texts, place = (["false"], ["true"], UNMARKED_END), ([self.open_end], [self._open_step])
+        return breach_frame(rule, [self.num_rows - 1], "is_last_step", *texts, *place)
 
     def _note_training(self, view: View) -> None:
         if view.has("loss_mask"):
@@ -219,13 +221,13 @@ def check_types(
     sentence = "the required column {column} is missing"
     finding, expected = "no such column", "a required column"
     wrong = [_wrong(name, finding, expected, sentence) for name in sorted(missing)]
-    declared = [n for n in table.column_names if n in COLUMN_BY_NAME or n in PREFIX_TYPES]
-    misfits = [frame for name in declared for frame in _check_type(table, name)]
-    unfit = frozenset(frame["column"].item() for frame in misfits)
+    declared = [name for name in table.column_names if name in DECLARED]
+    misfits = {name: frame for name in declared for frame in _check_type(table, name)}
+    unfit = frozenset(misfits)
     view = View(table, row_offset, unfit)
     for name in declared:
         wrong += [] if name in unfit else _check_nulls(view, name)
-    breaches = joined([*wrong, *misfits, unreadable_text(table, row_offset, unfit)])
+    breaches = joined([*wrong, *misfits.values(), unreadable_text(table, row_offset, unfit)])
     return breaches, frozenset(breaches["column"].to_list())
 
 
@@ -255,7 +257,7 @@ def misnamed_columns(table: pa.Table) -> pl.DataFrame:
     breaches += [
         _wrong(column.name, str(column.type), "a type that Polars can read", _NO_TYPE)
         for column in table.schema
-        if column.name not in {*COLUMN_BY_NAME, *PREFIX_TYPES} and not _is_known(column.type)
+        if column.name not in DECLARED and not _is_known(column.type)
     ]
     return joined(breaches)
 
@@ -263,11 +265,10 @@ def misnamed_columns(table: pa.Table) -> pl.DataFrame:
 @cache
 def _is_known(kind: pa.DataType) -> bool:
     """True if Polars has a type for an Arrow type."""
+    polars_errors = (pl.exceptions.PolarsError, pl.exceptions.PanicException)
     try:
         pl.from_arrow(pa.nulls(0, kind))  # pa.array would import pandas
-    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, pa.ArrowException):
-        return False
-    except (TypeError, ValueError, NotImplementedError):
+    except (*polars_errors, pa.ArrowException, TypeError, ValueError, NotImplementedError):
         return False
     return True
 
@@ -280,56 +281,33 @@ def unreadable_text(
     Polars aborts with a panic on any other text, and Arrow itself does not check it.
     """
     view, breaches = View(table, row_offset, frozenset(table.column_names)), []
-    first: dict[str, int] = {}
-    for place, name in enumerate(table.column_names):
-        first.setdefault(name, place)
-    for name, place in first.items():
-        column = table.column(place)
-        if name in skipped or not _holds_text(column.type) or _is_text(column):
-            continue
-        rows, at = [], 0
-        for chunk in column.chunks:
-            # Halve the rows until only the bad ones are left.
-            spans = [(0, len(chunk))]
-            while spans:
-                begin, end = spans.pop()
-                if not _is_text(chunk.slice(begin, end - begin)):
-                    half = (begin + end) // 2
-                    spans += [(half, end), (begin, half)] if end - begin > 1 else []
-                    rows += [at + begin] if end - begin == 1 else []
-            at += len(chunk)
-        index, sentence = np.array(rows, np.int64), "the text in column {column} is not UTF-8"
-        breaches.append(
-            view.breaches("columns_and_types", index, name, "invalid UTF-8", "UTF-8", sentence)
-        )
+    sentence = "the text in column {column} is not UTF-8"
+    table = _first_of_each_name(table)
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        if name not in skipped and any(map(is_string, types_in(column.type))):
+            rows, texts = np.array(_garbled(column), np.int64), ("invalid UTF-8", "UTF-8", sentence)
+            breaches.append(view.breaches("columns_and_types", rows, name, *texts))
     return joined(breaches)
 
 
-def _holds_text(kind: pa.DataType) -> bool:
-    if pa.types.is_dictionary(kind):
-        return _holds_text(kind.value_type)
-    if pa.types.is_nested(kind):
-        return any(_holds_text(kind.field(i).type) for i in range(kind.num_fields))
-    is_string = pa.types.is_string(kind) or pa.types.is_large_string(kind)
-    return bool(is_string or pa.types.is_string_view(kind))
-
-
-def _is_text(values: pa.Array | pa.ChunkedArray) -> bool:
+def _garbled(values: pa.Array | pa.ChunkedArray, first: int = 0) -> list[int]:
+    """Return the rows with text that is not UTF-8, by halving until only these are left."""
     try:
         values.validate(full=True)
     except (pa.ArrowInvalid, UnicodeError):
-        return False
-    return True
+        half = len(values) // 2
+        if not half:
+            return [first] * len(values)
+        below, above = values.slice(0, half), values.slice(half)
+        return [*_garbled(below, first), *_garbled(above, first + half)]
+    return []
 
 
 def _repeated_fields(kind: pa.DataType) -> Iterator[tuple[str, int]]:
     """Yield the duplicate or unusable field names of every struct in a type, with their counts."""
-    if pa.types.is_nested(kind):
-        fields = [kind.field(i) for i in range(kind.num_fields)]
-        counts = Counter(field.name for field in fields)
+    for nested in filter(pa.types.is_nested, types_in(kind)):
+        counts = Counter(nested.field(i).name for i in range(nested.num_fields))
         yield from ((name, num) for name, num in counts.items() if num > 1 or "\0" in name)
-        for field in fields:
-            yield from _repeated_fields(field.type)
 
 
 def _first_of_each_name(table: pa.Table) -> pa.Table:
@@ -349,30 +327,27 @@ def check_references(table: pa.Table) -> pl.DataFrame:
 
 
 def _check_type(table: pa.Table, name: str) -> list[pl.DataFrame]:
-    column, actual = COLUMN_BY_NAME.get(name), table.schema.field(name).type
-    if column is None:
-        fits, expected = accepts(PREFIX_TYPES[name], actual), PREFIX_TYPES[name]
-    else:
-        fits, expected = accepts_column(column, actual), column.type
-    routing = "list<fixed list<fixed list<int16>>>"
+    column, actual = DECLARED[name], table.schema.field(name).type
+    if accepts_column(column, actual):
+        return []
     sentence = "the column {column} has type {got}; expected {expected}"
-    return [] if fits else [_wrong(name, str(actual), str(expected or routing), sentence)]
+    return [_wrong(name, str(actual), str(column.type or ROUTING), sentence)]
 
 
 def _check_nulls(view: View, name: str) -> list[pl.DataFrame]:
     rule, values, breaches = "columns_and_types", view.table.column(name), []
     if values.null_count and not is_nullable(name):
-        rows = np.flatnonzero(to_numpy(values.is_null()))
-        breaches.append(view.breaches(rule, rows, name, "null", "a value", "{column} is null"))
+        bad = to_numpy(values.is_null())
+        breaches.append(view.breaches(rule, bad, name, "null", "a value", "{column} is null"))
     rows = _rows_with_null_elements(values)
     sentence = "{column} contains a null element"
     breaches.append(view.breaches(rule, rows, name, "a null element", "no null", sentence))
     if name == "token_source":
         texts = pl.Series(view.strings(name))
         unknown = texts.is_not_null() & ~texts.is_in(TOKEN_SOURCES)
-        rows = unknown.arg_true().to_numpy()
         finding = [repr(text) for text in texts.filter(unknown)]
-        breaches.append(view.breaches(rule, rows, name, finding, " or ".join(TOKEN_SOURCES)))
+        expected = " or ".join(TOKEN_SOURCES)
+        breaches.append(view.breaches(rule, unknown.to_numpy(), name, finding, expected))
     return breaches
 
 

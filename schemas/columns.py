@@ -79,6 +79,7 @@ NUM_ROUTED = "num_routed_tokens"
 """Field of `segments`: number of leading tokens of the step (prompt + response) with routing."""
 
 TASK = "task_instance_id"
+ROUTING = "list<fixed list<fixed list<int16>>>"
 
 COLUMNS: tuple[Column, ...] = (
     Column("instance_id", pa.string(), "the task or prompt; identifies the group"),
@@ -228,6 +229,12 @@ PREFIX_FIELDS: tuple[pa.Field, ...] = (
 """Physical columns of the `prefix` layout; they replace `prompt_token_ids` on disk."""
 
 
+DECLARED: dict[str, Column] = COLUMN_BY_NAME | {
+    f.name: Column(f.name, f.type, "", nullable=f.nullable) for f in PREFIX_FIELDS
+}
+"""Columns of both layouts by name."""
+
+
 def routing_type(num_layers: int, topk: int) -> pa.DataType:
     """Return the Arrow type of `rollout_expert_indices` for a model with `num_layers` layers."""
     return pa.list_(pa.list_(pa.list_(pa.int16(), topk), num_layers))
@@ -263,7 +270,7 @@ def documentation_table(columns: Iterable[Column] = COLUMNS) -> str:
     """Format declared columns as a Markdown table (for docs/table.md and docs/training.md)."""
     lines = ["| column | type | null | length | meaning |", "|---|---|---|---|---|"]
     for c in columns:
-        kind = "list<fixed list<fixed list<int16>>>" if c.type is None else _type_name(c.type)
+        kind = ROUTING if c.type is None else _type_name(c.type)
         null, length = ("yes" if c.nullable else "no"), c.length.value.replace("free", "")
         lines.append(f"| {c.name} | {kind} | {null} | {length} | {c.meaning} |")
     return "\n".join(lines) + "\n"

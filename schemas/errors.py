@@ -83,13 +83,16 @@ class RolloutError(ValueError):
 
     def at(self, where: str, hint: str | None = None) -> Self:
         """Return a copy of the error with a more precise location and, if given, a new hint."""
+        message = self.message
+        if message is not None:
+            named = self.where and self.where in message
+            message = message.replace(self.where, where, 1) if named else f"{where}: {message}"
+        return self._changed(where=where, hint=hint or self.hint, message=message)
+
+    def _changed(self, **values: Any) -> Self:
         error = copy(self)
-        error.where, error.hint = where, hint or self.hint
-        if self.message is not None:
-            named = self.where and self.where in self.message
-            moved = self.message.replace(self.where, where, 1) if named else ""
-            error.message = moved or f"{where}: {self.message}"
-        error.args = (self.rule, where, self.got, self.expected, error.hint)
+        vars(error).update(values)
+        error.args = tuple(getattr(error, name) for name in _FIELDS)
         error.__notes__ = [f"Hint: {error.hint}"] if error.hint else []
         return error
 
@@ -151,15 +154,10 @@ def raise_first(
             derived from the number of errors.
         hint: Text to append to the hint of the first error.
     """
-    first, num_more = copy(errors[0]), len(errors) - 1
-    if hint:
-        first.hint = f"{first.hint}; {hint}" if first.hint else hint
-        first.args = (*first.args[:-1], first.hint)
-        first.__notes__ = [f"Hint: {first.hint}"]
-    if num_more:
-        more = count(num_more, "more record") if more is None else more
-        reasons = reasons_of(errors[1:])
-        first.message = f"{first.sentence[:-1]} (and {more} rejected: {reasons})."
+    first = errors[0]._changed(hint="; ".join(filter(None, (errors[0].hint, hint))) or None)
+    if errors[1:]:
+        more = count(len(errors) - 1, "more record") if more is None else more
+        first.message = f"{first.sentence[:-1]} (and {more} rejected: {reasons_of(errors[1:])})."
     raise first
 
 

@@ -32,10 +32,7 @@ ID_FILTERS = b"rollout_io.id_filters"
 CONVERSION = b"rollout_io.conversion"
 """Key for the record that identifies a conversion (see `rollout_io.conversion.summary`)."""
 _OF_ROWS = (
-    "tokenizer_fingerprint",
-    "logprobs_mode",
-    "vocab_size",
-    "tokenizer",
+    *("tokenizer_fingerprint", "logprobs_mode", "vocab_size", "tokenizer"),
     "chat_template_fingerprint",
 )
 _LISTS = frozenset({"models", "made_by"})
@@ -87,9 +84,8 @@ class DatasetMetadata:
     @classmethod
     def decode(cls, pairs: Mapping[bytes, bytes] | None) -> DatasetMetadata:
         """Parse the output of `encode`; keys of other programs are ignored."""
-        pairs_of_ours = _ours(pairs)
-        names = {field.name for field in dataclasses.fields(cls)} & pairs_of_ours.keys()
-        values = {name: pairs_of_ours[name] for name in names}
+        names = {field.name for field in dataclasses.fields(cls)}
+        values = {name: value for name, value in _ours(pairs).items() if name in names}
         for name in _LISTS & values.keys():
             if not isinstance(values[name], list):
                 raise _unreadable(name, values[name], "a list")

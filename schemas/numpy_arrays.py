@@ -25,7 +25,12 @@ def to_numpy(column: pa.Array | pa.ChunkedArray) -> npt.NDArray[Any]:
     copied.
     """
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
-    arrays = [_chunk_to_numpy(chunk) for chunk in chunks]
+    arrays = [
+        _series(chunk).to_numpy()
+        if chunk.null_count or not _is_plain(chunk.type)
+        else _slots(chunk)
+        for chunk in chunks
+    ]
     if len(arrays) == 1:
         only: npt.NDArray[Any] = arrays[0]
         return only
@@ -40,20 +45,12 @@ def filled(column: pa.Array | pa.ChunkedArray, value: float) -> npt.NDArray[Any]
     return np.concatenate([_filled_chunk(chunk, value) for chunk in chunks])
 
 
-def _chunk_to_numpy(chunk: pa.Array) -> npt.NDArray[Any]:
-    if chunk.null_count or not _is_plain(chunk.type):
-        return _series(chunk).to_numpy()
-    return _slots(chunk)
-
-
 def _filled_chunk(chunk: pa.Array, value: float) -> npt.NDArray[Any]:
     if not _is_plain(chunk.type):
         return _series(chunk).fill_null(value).to_numpy()
-    slots = _slots(chunk)
-    validity = chunk.buffers()[0]
-    if validity is None:
-        return slots
-    return np.where(_bits(validity, chunk), slots, slots.dtype.type(value))
+    slots, validity = _slots(chunk), chunk.buffers()[0]
+    fill = slots.dtype.type(value)
+    return slots if validity is None else np.where(_bits(validity, chunk), slots, fill)
 
 
 def _is_plain(kind: pa.DataType) -> bool:

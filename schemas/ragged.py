@@ -99,6 +99,16 @@ def relisted(column: pa.Array, values: pa.Array) -> pa.Array:
     return pa.ListArray.from_arrays(offsets, values, pa.list_(values.type), mask=mask)
 
 
+def rows_of(lengths: IntArray) -> IntArray:
+    """Return the row of each element of rows with the given lengths.
+
+    Example:
+        >>> rows_of(np.array([2, 0, 1])).tolist()
+        [0, 0, 2]
+    """
+    return np.repeat(np.arange(len(lengths)), lengths)
+
+
 def offsets_of(lengths: IntArray) -> IntArray:
     """Return the offsets of rows with the given lengths, [N + 1]."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])

@@ -14,9 +14,10 @@ import pyarrow.compute as pc
 
 from schemas.columns import COLUMNS, JOINED, METRICS_TYPE, PICTURES, PICTURES_TYPE, Length
 from schemas.numpy_arrays import filled, to_arrow, to_frame, to_numpy
-from schemas.ragged import BoolArray, IntArray, Ragged, list_lengths
+from schemas.ragged import BoolArray, IntArray, Ragged, list_lengths, rows_of
 from schemas.structure_checks import first_rows
 from schemas.token_checks import (
+    SUPPORT,
     check_logprobs,
     check_set_range,
     check_support,
@@ -39,88 +40,77 @@ ALIGNED_COLUMNS = tuple(c.name for c in COLUMNS if c.length is Length.RESPONSE)
 
 def check_nonempty(view: View) -> Iterator[pl.DataFrame]:
     """Check nonempty_prompt and nonempty_response on rows whose `error` is null."""
-    healthy = view.is_null("error")
     responses = view.ragged("response_ids").lengths if view.has("response_ids") else None
     for rule, name, lengths in (
         ("nonempty_prompt", "prompt_token_ids", view.prompt_lengths()),
         ("nonempty_response", "response_ids", responses),
     ):
         if lengths is not None:
-            rows = np.flatnonzero((lengths == 0) & healthy)
-            sentence = "{column} is empty"
-            yield view.breaches(rule, rows, name, "0 tokens", "at least 1 token", sentence)
+            bad, expected = (lengths == 0) & view.is_null("error"), "at least 1 token"
+            yield view.breaches(rule, bad, name, "0 tokens", expected, "{column} is empty")
 
 
 def check_lengths_align(view: View) -> Iterator[pl.DataFrame]:
     """Check lengths_align: every per-token column has one element per response token."""
-    if not view.has("response_ids"):
-        return
     expected = view.ragged("response_ids").lengths
-    for name in ALIGNED_COLUMNS:
-        if view.has(name):
-            lengths = list_lengths(view.table.column(name))
-            rows = np.flatnonzero(~view.is_null(name) & (lengths != expected))
-            finding, wanted = [f"{n} values" for n in lengths[rows]], expected[rows].astype(str)
-            sentence = "{column} has {got} but response_ids has {expected}"
-            yield view.breaches("lengths_align", rows, name, finding, list(wanted), sentence)
+    sentence = "{column} has {got} but response_ids has {expected}"
+    for name in filter(view.has, ALIGNED_COLUMNS):
+        lengths = list_lengths(view.table.column(name))
+        bad = ~view.is_null(name) & (lengths != expected)
+        finding, wanted = [f"{n} values" for n in lengths[bad]], expected[bad].astype(str)
+        yield view.breaches("lengths_align", bad, name, finding, list(wanted), sentence)
 
 
 def check_token_range(view: View, vocab_size: int | None) -> Iterator[pl.DataFrame]:
     """Check token_range: ids are >= 0, and below `vocab_size` if it is known."""
     top = np.iinfo(np.int32).max if vocab_size is None else vocab_size - 1
     expected = "ids >= 0" if vocab_size is None else f"ids in 0..{top}"
-    for name in ("prompt_token_ids", "prompt_suffix_ids", "response_ids"):
-        if view.has(name):
-            ids = view.ragged(name).values
-            if len(ids) and (ids.min() < 0 or ids.max() > top):
-                yield first_elements(view, "token_range", name, (ids < 0) | (ids > top), expected)
+    for name in filter(view.has, ("prompt_token_ids", "prompt_suffix_ids", "response_ids")):
+        ids = view.ragged(name).values
+        if len(ids) and (ids.min() < 0 or ids.max() > top):
+            yield first_elements(view, "token_range", name, (ids < 0) | (ids > top), expected)
     yield from check_set_range(view, top, expected)
 
 
 def check_rewards(view: View) -> Iterator[pl.DataFrame]:
     """Check reward_finite and reward_matches_rewards."""
-    scalar = to_numpy(view.table.column("reward")) if view.has("reward") else None
-    has_reward = ~view.is_null("reward")
-    if scalar is not None:
-        rows = np.flatnonzero(has_reward & ~np.isfinite(scalar))
-        finding = [str(x) for x in scalar[rows]]
+    unknown, rule = view.is_null("reward"), "reward_matches_rewards"
+    scalar = np.full(len(unknown), np.nan)
+    if has_scalar := view.has("reward"):
+        reward = to_numpy(view.table.column("reward"))
         expected, sentence = "a finite number or null", "reward is {got}; it must be finite or null"
-        yield view.breaches("reward_finite", rows, "reward", finding, expected, sentence)
-        scalar = np.where(has_reward, scalar, np.nan)
-        if view.has("segments"):
-            yield _step_rewards(view, scalar)
-    if not view.has("rewards"):
-        return
-    column = view.ragged("rewards")
-    bad = ~np.isfinite(column.values)
-    yield first_elements(view, "reward_finite", "rewards", bad, "finite numbers")
-    if scalar is not None:
-        yield _reward_sums(view, column, scalar)
+        bad = ~unknown & ~np.isfinite(reward)
+        finding = [str(value) for value in reward[bad]]
+        yield view.breaches("reward_finite", bad, "reward", finding, expected, sentence)
+        scalar = np.where(unknown, np.nan, reward)
+    if has_scalar and view.has("segments"):
+        sums = _step_rewards(view)
+        bad = _differ(sums, scalar)
+        finding, wanted = ([f"{value:g}" for value in values[bad]] for values in (scalar, sums))
+        sentence = "reward is {got} but the rewards of the row's steps sum to {expected}"
+        yield view.breaches(rule, bad, "reward", finding, wanted, sentence)
+    if view.has("rewards"):
+        column = view.ragged("rewards")
+        infinite = ~np.isfinite(column.values)
+        yield first_elements(view, "reward_finite", "rewards", infinite, "finite numbers")
+        sums = row_sums(column)
+        bad = has_scalar & column.valid & (unknown | _differ(sums, scalar))
+        finding = [f"{value:g}" for value in sums[bad]]
+        wanted = ["null" if np.isnan(value) else f"{value:g}" for value in scalar[bad]]
+        sentence = "rewards sum to {got} but reward is {expected}"
+        yield view.breaches(rule, bad, "rewards", finding, wanted, sentence)
 
 
-def _step_rewards(view: View, scalar: npt.NDArray[np.float64]) -> pl.DataFrame:
-    """Compare a merged row's reward with the sum of its steps' rewards."""
-    flat = pc.list_flatten(view.table.column("segments"))
+def _step_rewards(view: View) -> npt.NDArray[np.float64]:
+    """[N] Sums of the rewards of merged rows' steps; NaN for other rows."""
+    flat, row = pc.list_flatten(view.table.column("segments")), SegmentSpans.of(view).row
+    num_rows = view.table.num_rows
     if any(flat.type.get_field_index(name) < 0 for name in (JOINED, "reward")):
-        return view.breaches("reward_matches_rewards", np.zeros(0, np.int64), "reward", [], "")
+        return np.full(num_rows, np.nan)
     joined = filled(pc.struct_field(flat, JOINED), value=False)
     earned = to_numpy(pc.struct_field(flat, "reward").cast(pa.float64()))
-    row = SegmentSpans.of(view).row
-    sums = np.bincount(row, np.where(joined, earned, 0.0), len(scalar))
-    merged = np.bincount(row, joined, len(scalar)) > 0
-    rows = np.flatnonzero(merged & _differ(sums, scalar))
-    finding, expected = [f"{scalar[r]:g}" for r in rows], [f"{sums[r]:g}" for r in rows]
-    sentence = "reward is {got} but the rewards of the row's steps sum to {expected}"
-    return view.breaches("reward_matches_rewards", rows, "reward", finding, expected, sentence)
-
-
-def _reward_sums(view: View, column: Ragged, scalar: npt.NDArray[np.float64]) -> pl.DataFrame:
-    sums, unknown = row_sums(column), view.is_null("reward")
-    rows = np.flatnonzero(column.valid & (unknown | _differ(sums, scalar)))
-    finding = [f"{x:g}" for x in sums[rows]]
-    expected = ["null" if unknown[r] else f"{scalar[r]:g}" for r in rows]
-    sentence = "rewards sum to {got} but reward is {expected}"
-    return view.breaches("reward_matches_rewards", rows, "rewards", finding, expected, sentence)
+    sums = np.bincount(row, np.where(joined, earned, 0.0), num_rows)
+    return np.where(np.bincount(row, joined, num_rows) > 0, sums, np.nan)
 
 
 def _differ(sums: npt.NDArray[Any], rewards: npt.NDArray[Any]) -> BoolArray:
@@ -134,22 +124,26 @@ def _differ(sums: npt.NDArray[Any], rewards: npt.NDArray[Any]) -> BoolArray:
 
 def check_segments(view: View) -> Iterator[pl.DataFrame]:
     """Check segments_in_range: segments are ordered, disjoint, non-empty and inside the response."""
-    if not view.has("segments", "response_ids"):
-        return
     spans = SegmentSpans.of(view)
     limit = view.ragged("response_ids").lengths[spans.row]
     start, end = spans.start, spans.start + spans.length
-    same_row = np.zeros(len(start), np.bool_)
-    same_row[1:] = spans.row[1:] == spans.row[:-1]
-    before_end = np.where(same_row, np.roll(end, 1), 0)
-    before_step = np.where(same_row, np.roll(spans.step_index, 1), 0)
-    bad = (start < before_end) | (spans.length < 1) | (end > limit)
-    bad |= spans.step_index < before_step
-    index, rows = _first_per_row(spans.row, bad)
-    finding = [f"the range {start[i]}..{end[i]} of step {spans.step_index[i]}" for i in index]
-    expected = [f"ordered, disjoint ranges inside 0..{limit[i]}" for i in index]
-    sentence = "{column} contains {got}; expected {expected}"
-    yield view.breaches("segments_in_range", rows, "segments", finding, expected, sentence)
+    bad = (start < _before(spans.row, end)) | (spans.length < 1) | (end > limit)
+    bad |= spans.step_index < _before(spans.row, spans.step_index)
+    yield view.first_breaches(
+        "segments_in_range",
+        spans.row,
+        bad,
+        "segments",
+        lambda i: f"the range {start[i]}..{end[i]} of step {spans.step_index[i]}",
+        lambda i: f"ordered, disjoint ranges inside 0..{limit[i]}",
+    )
+
+
+def _before(row: IntArray, values: IntArray) -> IntArray:
+    """[S] Value of the entry before in the same row; 0 at a row's first entry."""
+    before = np.zeros_like(values)
+    before[1:] = np.where(row[1:] == row[:-1], values[:-1], 0)
+    return before
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,38 +159,32 @@ class SegmentSpans:
     def of(cls, view: View) -> SegmentSpans:
         """Unpack the `segments` column of a table."""
         column = view.table.column("segments")
-        lengths = list_lengths(column)
         flat = pc.list_flatten(column)
-
-        def unpack(name: str) -> IntArray:
-            return filled(pc.struct_field(flat, name), -1).astype(np.int64, copy=False)
-
-        row = np.repeat(np.arange(len(lengths)), lengths)
-        return cls(row, unpack("start"), unpack("length"), unpack("step_index"))
+        fields = (pc.struct_field(flat, name) for name in ("start", "length", "step_index"))
+        arrays = (filled(values, -1).astype(np.int64, copy=False) for values in fields)
+        return cls(rows_of(list_lengths(column)), *arrays)
 
 
 def check_routing(view: View) -> Iterator[pl.DataFrame]:
     """Check routing_shape: routing covers 1 to prompt + response tokens; experts are >= 0."""
     name = "rollout_expert_indices"
     prompts = view.prompt_lengths()
-    if prompts is None or not view.has(name, "response_ids"):
+    if prompts is None:
         return
     column = view.table.column(name)
     lengths = list_lengths(column)
     limit = prompts + view.ragged("response_ids").lengths
     # prefix_reference has already reported negative lengths.
-    outside = ~view.is_null(name) & ((lengths < 1) | (lengths > limit)) & (prompts >= 0)
-    rows = np.flatnonzero(outside)
-    finding, expected = [f"{n}" for n in lengths[rows]], [f"1 to {n}" for n in limit[rows]]
+    bad = ~view.is_null(name) & ((lengths < 1) | (lengths > limit)) & (prompts >= 0)
+    finding, expected = [f"{n}" for n in lengths[bad]], [f"1 to {n}" for n in limit[bad]]
     sentence = "{column} covers {got} tokens; it must cover {expected} (prompt + response)"
-    yield view.breaches("routing_shape", rows, name, finding, expected, sentence)
+    yield view.breaches("routing_shape", bad, name, finding, expected, sentence)
 
     tokens = pc.list_flatten(column)
     experts = to_numpy(pc.list_flatten(pc.list_flatten(tokens)))
     if len(experts) and experts.min() < 0:
-        per_token = len(experts) // len(tokens)
-        token = np.flatnonzero((experts < 0).reshape(-1, per_token).any(axis=1))
-        rows = np.unique(np.repeat(np.arange(len(lengths)), lengths)[token])
+        negative = (experts < 0).reshape(len(tokens), -1).any(axis=1)
+        rows = np.unique(rows_of(lengths)[negative])
         sentence = "{column} contains a negative expert index"
         yield view.breaches("routing_shape", rows, name, "an expert below 0", ">= 0", sentence)
 
@@ -207,82 +195,73 @@ BLOB = r"sha256:[0-9a-f]{64}"
 
 def check_pictures(view: View) -> Iterator[pl.DataFrame]:
     """Check picture_reference and picture_spans: digests, and tokens of the row, in order."""
-    if not view.has(PICTURES):
-        return
     column = cast_column(view.table.column(PICTURES), PICTURES_TYPE)
-    lengths, entries = list_lengths(column), pc.list_flatten(column)
-    row = np.repeat(np.arange(len(lengths)), lengths)
-    names = ("sha256", "start", "length")
-    flat = to_frame({n: pc.struct_field(entries, n) for n in names} | {"row": to_arrow(row)})
-    flat = flat.cast({"start": pl.Int64, "length": pl.Int64})  # their sum may exceed 32 bits
-    named = pl.col("sha256").str.contains(f"^{BLOB}$").fill_null(value=True)
-    bad = flat.filter(~named).unique("row", keep="first", maintain_order=True)
+    row, entries = rows_of(list_lengths(column)), pc.list_flatten(column)
+    sha256, starts, lengths = (pc.struct_field(entries, n) for n in ("sha256", "start", "length"))
+    bad = ~filled(pc.match_substring_regex(sha256, f"^{BLOB}$"), value=True)
     sentence = "an entry of {column} has the reference {got}; expected {expected}"
-    expected, rows = "sha256: and 64 hexadecimal digits", bad["row"].to_numpy()
-    yield view.breaches(
-        "picture_reference", rows, PICTURES, bad["sha256"].to_list(), expected, sentence
+    expected = "sha256: and 64 hexadecimal digits"
+    yield view.first_breaches(
+        "picture_reference", row, bad, PICTURES, lambda i: sha256[i].as_py(), expected, sentence
     )
     prompts = view.prompt_lengths()
     if prompts is None or not view.has("response_ids"):
         return
-    sizes = prompts + view.ragged("response_ids").lengths
-    spans = flat.with_columns(size=pl.Series(sizes[row])).filter(
-        pl.col("start").is_not_null() | pl.col("length").is_not_null()
-    )
-    spans = spans.with_columns(end=pl.col("start") + pl.col("length").fill_null(1))
-    before = pl.col("end").shift(fill_value=0).over("row").fill_null(0)
-    is_span = (
-        (pl.col("start") >= before)
-        & (pl.col("length").fill_null(1) >= 1)
-        & (pl.col("end") <= pl.col("size"))
-    )
-    bad = spans.filter(~is_span.fill_null(value=False))
-    bad = bad.unique("row", keep="first", maintain_order=True)
-    finding = [f"start {s}, length {n}" for s, n in bad.select("start", "length").iter_rows()]
+    size = (prompts + view.ragged("response_ids").lengths)[row]
+    has_start, has_length = to_numpy(starts.is_valid()), to_numpy(lengths.is_valid())
+    at = np.flatnonzero(has_start | has_length)
+    # Their sum may exceed 32 bits.
+    start, length = (filled(v, n).astype(np.int64)[at] for v, n in ((starts, 0), (lengths, 1)))
+    end = np.where(has_start[at], start + length, 0)
+    good = has_start[at] & (length >= 1) & (end <= size[at])
+    good &= start >= _before(row[at], end)
     expected = "1 or more tokens inside prompt + response, after the picture before"
     sentence = "an entry of {column} has {got}; expected {expected}"
-    yield view.breaches(
-        "picture_spans", bad["row"].to_numpy(), PICTURES, finding, expected, sentence
+
+    def finding(i: int) -> str:
+        return f"start {starts[at[i]].as_py()}, length {lengths[at[i]].as_py()}"
+
+    yield view.first_breaches(
+        "picture_spans", row[at], ~good, PICTURES, finding, expected, sentence
     )
 
 
 def check_redacted(view: View) -> Iterator[pl.DataFrame]:
     """Check redacted_untrained: no token that was replaced is trained on."""
-    if not view.has("redacted", "loss_mask"):
-        return
     marks, mask = view.ragged("redacted"), view.ragged("loss_mask")
-    row = np.repeat(np.arange(len(marks.valid)), marks.lengths)
+    row = rows_of(marks.lengths)
     inside = np.arange(len(row)) - marks.offsets[row]
     # Masks of another length are reported by lengths_align.
-    within = np.flatnonzero(marks.values & (inside < mask.lengths[row]))
-    trained = within[mask.values[mask.offsets[row[within]] + inside[within]]]
-    rows, first = np.unique(row[trained], return_index=True)
-    finding = [f"token {at}" for at in inside[trained][first]]
+    trained = marks.values & (inside < mask.lengths[row])
+    trained[trained] = mask.values[(mask.offsets[row] + inside)[trained]]
     sentence = "{column} is true at {got}, which loss_mask trains on; expected {expected}"
     expected = "loss_mask false at redacted tokens"
-    yield view.breaches("redacted_untrained", rows, "redacted", finding, expected, sentence)
+    yield view.first_breaches(
+        "redacted_untrained",
+        row,
+        trained,
+        "redacted",
+        lambda i: f"token {inside[i]}",
+        expected,
+        sentence,
+    )
 
 
 def check_metrics(view: View) -> Iterator[pl.DataFrame]:
     """Check metrics_keys: each metric of a row has a value and a name that occurs once."""
-    if not view.has("metrics"):
-        return
     column = cast_column(view.table.column("metrics"), METRICS_TYPE)
-    entries = pc.list_flatten(column)
+    row, entries = rows_of(list_lengths(column)), pc.list_flatten(column)
     key, value = pc.struct_field(entries, "key"), pc.struct_field(entries, "value")
-    rows = to_arrow(np.repeat(np.arange(len(column)), list_lengths(column)))
-    is_null = pc.or_(key.is_null(), value.is_null())
-    frame = to_frame({"row": rows, "key": key.cast(pa.string()), "is_null": is_null})
-    repeated = pl.struct("row", "key").is_first_distinct().not_()
-    bad = frame.filter(pl.col("is_null") | repeated).unique("row", keep="first").sort("row")
-    finding = [
-        "a null" if is_null else f"{name!r} twice"
-        for name, is_null in bad.select("key", "is_null").iter_rows()
-    ]
-    expected = "each name once, without nulls"
-    sentence = "{column} contains {got}; expected {expected}"
-    yield view.breaches(
-        "metrics_keys", bad["row"].to_numpy(), "metrics", finding, expected, sentence
+    frame = to_frame({"row": to_arrow(row), "key": key})
+    repeated = ~frame.select(pl.struct("row", "key").is_first_distinct()).to_series().to_numpy()
+    null = to_numpy(pc.or_(key.is_null(), value.is_null()))
+    yield view.first_breaches(
+        "metrics_keys",
+        row,
+        null | repeated,
+        "metrics",
+        lambda i: "a null" if null[i] else f"{key[i].as_py()!r} twice",
+        "each name once, without nulls",
     )
 
 
@@ -296,36 +275,33 @@ def check_prompts(view: View) -> Iterator[pl.DataFrame]:
     that message. A row is exempt if an earlier row of its trajectory sampled the same answer,
     because the model then repeated itself.
     """
-    if not view.has("prompt_token_ids", "response_ids", "loss_mask", "trajectory_id"):
-        return
     prompt, ranges = view.ragged("prompt_token_ids"), _SampledRanges.of(view)
-    answer = np.full(len(prompt.lengths), -1)
     first = np.flatnonzero(np.diff(ranges.row, prepend=-1))
     row, length = ranges.row[first], ranges.length[first]
     fits = (length >= MIN_ANSWER_TOKENS) & (prompt.lengths[row] >= length + 2 * HEADER_TOKENS)
-    answer[row[fits]] = first[fits]
-    rows, message = _last_messages(prompt, answer >= 0)
-    answer = answer[rows]
-    inside = message + ranges.length[answer] <= prompt.offsets[rows + 1] - HEADER_TOKENS
-    answer, message = answer[inside], message[inside]
-    begins = prompt.values[message] == ranges.response.values[ranges.start[answer]]
-    answer, message = answer[begins], message[begins]
-    leading = np.arange(MIN_ANSWER_TOKENS)
-    sampled = ranges.response.values[ranges.start[answer][:, None] + leading]
-    alike = (prompt.values[message[:, None] + leading] == sampled).all(axis=1)
-    repeated = [
-        index
-        for index, at in zip(answer[alike].tolist(), message[alike].tolist(), strict=True)
-        if ranges.trains(index) and ranges.begins(index, prompt.values[at:])
-    ]
+    bounds, header_bytes = prompt.offsets.tolist(), HEADER_TOKENS * prompt.values.itemsize
+    repeated = []
+    for index, at in zip(first[fits].tolist(), row[fits].tolist(), strict=True):
+        text = prompt.values[bounds[at] : bounds[at + 1]].tobytes()
+        begin = _last_message(text, header_bytes)
+        if begin > 0 and text.startswith(ranges.tokens(index).tobytes(), begin, -header_bytes):
+            repeated += [index] * ranges.trains(index)
     repeating = list(_unexplained(ranges, repeated, first_rows(view)))
     finding = [
         f"its {ranges.length[i]} sampled tokens as the last assistant message" for i in repeating
     ]
-    expected = "a prompt that ends before its response"
-    rows = ranges.row[np.array(repeating, np.int64)]
+    rows, expected = ranges.row[repeating], "a prompt that ends before its response"
     sentence = "the last assistant message of the prompt is the response itself"
     yield view.breaches("response_in_prompt", rows, "prompt_token_ids", finding, expected, sentence)
+
+
+def _last_message(prompt: bytes, header_bytes: int) -> int:
+    """Return the index at which the last message with the header of the answer begins, 0 if none does."""
+    header = prompt[-header_bytes:]
+    at = prompt.rfind(header, 0, -header_bytes)
+    while at > 0 and at % (header_bytes // HEADER_TOKENS):  # across the bounds of tokens
+        at = prompt.rfind(header, 0, at + header_bytes - 1)
+    return 0 if at < 0 else at + header_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,37 +340,12 @@ class _SampledRanges:
         """Return the ids of a range."""
         return self.response.values[self.start[index] : self.start[index] + self.length[index]]
 
-    def begins(self, index: int, values: npt.NDArray[Any]) -> bool:
-        """True if `values` starts with the ids of the range."""
-        return bool(np.array_equal(values[: self.length[index]], self.tokens(index)))
-
     def trains(self, index: int) -> bool:
         """True if a token of the range is trained on; false if the mask has the wrong length."""
         row = self.row[index]
         mask, start = self.mask.row(row), self.start[index] - self.response.offsets[row]
         is_aligned = len(mask) == len(self.response.row(row))
         return bool(is_aligned and mask[start : start + self.length[index]].any())
-
-
-def _last_messages(prompt: Ragged, wanted: BoolArray) -> tuple[IntArray, IntArray]:
-    """Find the last assistant message of each prompt."""
-    rows = np.flatnonzero(wanted)
-    if not len(rows):
-        return rows, rows
-    header = prompt.values[prompt.offsets[rows + 1][:, None] - [HEADER_TOKENS, 1]]
-    first, second = header[0]
-    # Prompts nearly always end with the same header, and comparing with a scalar is faster.
-    if (header != header[0]).any():
-        pairs = np.full((len(wanted), HEADER_TOKENS), -1, header.dtype)
-        pairs[rows] = header
-        first, second = np.repeat(pairs, prompt.lengths, axis=0)[1:].T
-    at = np.flatnonzero(prompt.values[1:] == second)
-    at = at[prompt.values[at] == np.broadcast_to(first, len(prompt.values) - 1)[at]]
-    row = prompt.row_of(at)
-    is_earlier = wanted[row] & (at + 2 * HEADER_TOKENS <= prompt.offsets[row + 1])
-    at, row = at[is_earlier], row[is_earlier]
-    is_last = np.diff(row, append=-1) != 0
-    return row[is_last], at[is_last] + HEADER_TOKENS
 
 
 def _unexplained(
@@ -415,21 +366,22 @@ def _unexplained(
 
 RowCheck = Callable[[View], Iterator[pl.DataFrame]]
 
-ROW_CHECKS: tuple[RowCheck, ...] = (
-    check_nonempty,
-    check_lengths_align,
-    check_logprobs,
-    check_versions,
-    check_support,
-    check_teacher,
-    check_rewards,
-    check_segments,
-    check_routing,
-    check_metrics,
-    check_pictures,
-    check_redacted,
-    check_prompts,
+ROW_CHECKS: tuple[tuple[RowCheck, tuple[str, ...]], ...] = (
+    (check_nonempty, ()),
+    (check_lengths_align, ("response_ids",)),
+    (check_logprobs, ()),
+    (check_versions, ("policy_versions",)),
+    (check_support, (SUPPORT, "response_ids")),
+    (check_teacher, ()),
+    (check_rewards, ()),
+    (check_segments, ("segments", "response_ids")),
+    (check_routing, ("rollout_expert_indices", "response_ids")),
+    (check_metrics, ("metrics",)),
+    (check_pictures, (PICTURES,)),
+    (check_redacted, ("redacted", "loss_mask")),
+    (check_prompts, ("prompt_token_ids", "response_ids", "loss_mask", "trajectory_id")),
 )
+"""The checks, each with the columns without which it is left out."""
 
 
 def row_sums(column: Ragged) -> npt.NDArray[np.float64]:
@@ -440,9 +392,3 @@ def row_sums(column: Ragged) -> npt.NDArray[np.float64]:
     if len(filled):
         sums[filled] = np.add.reduceat(column.values, column.offsets[filled])
     return sums
-
-
-def _first_per_row(row: IntArray, bad: BoolArray) -> tuple[IntArray, IntArray]:
-    index = np.flatnonzero(bad)
-    rows, first = np.unique(row[index], return_index=True)
-    return index[first], rows

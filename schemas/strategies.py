@@ -16,7 +16,14 @@ import pyarrow as pa
 from hypothesis import strategies as st
 
 from schemas.breakers import BREAKERS, LOGPROBS, Draw, Row, break_types
-from schemas.columns import COLUMNS, PICTURES, SEGMENT_FIELDS, arrow_schema, routing_type
+from schemas.columns import (
+    COLUMN_BY_NAME,
+    COLUMNS,
+    PICTURES,
+    SEGMENT_FIELDS,
+    arrow_schema,
+    routing_type,
+)
 from schemas.rules import RULES
 from schemas.types import PREFIX_TYPES
 
@@ -39,20 +46,20 @@ _CHAT = [
     {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}, "id": "c"}]},
     {"role": "tool", "content": "1", "tool_call_id": "c"},
 ]
-_MESSAGES = st.integers(1, len(_CHAT)).map(lambda num: json.dumps(_CHAT[:num]))
-_METRICS = st.dictionaries(st.sampled_from(["calls", "score"]), _HALVES)
+_ENTRIES = st.builds(
+    lambda k, v: {"key": k, "value": v}, st.sampled_from(["calls", "score"]), _HALVES
+)
+_DRAWN: dict[str, st.SearchStrategy[Any]] = {
+    "messages": st.integers(1, len(_CHAT)).map(lambda num: json.dumps(_CHAT[:num])),
+    "metrics": st.lists(_ENTRIES, max_size=2, unique_by=lambda entry: entry["key"]),
+}
 
 
 def values_of(kind: pa.DataType) -> st.SearchStrategy[Any]:
     """Draw values of a declared Arrow type from a small set, so that neighbours are often equal."""
     if pa.types.is_string(kind):
         return st.sampled_from(["", "a", "stop", "[]", '{"k": 1}'])
-    if pa.types.is_boolean(kind):
-        return st.booleans()
-    if pa.types.is_integer(kind):
-        return st.integers(0, 3)
-    assert pa.types.is_floating(kind), kind
-    return st.sampled_from([0.5, 1.0])
+    return st.integers(0, 3) if pa.types.is_integer(kind) else st.sampled_from([0.5, 1.0])
 
 
 @st.composite
@@ -121,8 +128,8 @@ def broken_tables(draw: Draw, rule: str) -> pa.Table:
         min_trajectories=2, optional=breaker.columns, errors=False, user_column=False
     )
     rows = draw(sound).to_pylist()
-    optional = breaker.apply(draw, rows) or breaker.columns
-    return table_of(rows, optional)
+    breaker.apply(draw, rows)
+    return table_of(rows, tuple(n for n in OPTIONAL_COLUMNS if any(n in row for row in rows)))
 
 
 def table_of(rows: list[Row], optional: tuple[str, ...], *, user_column: bool = False) -> pa.Table:
@@ -185,14 +192,15 @@ def _step(
 def _per_token(draw: Draw, row: Row, optional: tuple[str, ...], *, failed: bool) -> Row:
     num, columns = len(row["response_ids"]), Row()
     present = [name for name in optional if draw(st.integers(0, 9)) > 0]
-    for name in LOGPROBS:
-        if name in present:
-            columns[name] = draw(st.lists(_LOGPROBS, min_size=num, max_size=num))
+
+    def per_token(values: st.SearchStrategy[Any]) -> list[Any]:
+        return draw(st.lists(values, min_size=num, max_size=num))
+
+    columns |= {name: per_token(_LOGPROBS) for name in LOGPROBS if name in present}
     if "sampling_support" in present:
         columns["sampling_support"] = _sets(draw, row["response_ids"])
     if "policy_versions" in present:
-        versions = draw(st.lists(st.integers(0, 3), min_size=num, max_size=num))
-        columns["policy_versions"] = versions
+        columns["policy_versions"] = versions = per_token(st.integers(0, 3))
         if "policy_version" in optional:
             columns["policy_version"] = min(versions, default=0)
     both = {"teacher_token_ids", "teacher_logprobs"}
@@ -200,18 +208,14 @@ def _per_token(draw: Draw, row: Row, optional: tuple[str, ...], *, failed: bool)
         columns["teacher_token_ids"] = ids = _sets(draw, row["response_ids"])
         columns["teacher_logprobs"] = [[draw(_LOGPROBS) for _ in set_ids] for set_ids in ids]
     if "redacted" in present:
-        columns["redacted"] = marks = draw(st.lists(st.booleans(), min_size=num, max_size=num))
+        columns["redacted"] = marks = per_token(st.booleans())
         pairs = zip(row["loss_mask"], marks, strict=True)
         columns["loss_mask"] = [trains and not mark for trains, mark in pairs]
     columns["reward"] = draw(_HALVES) if "reward" in present and not failed else None
     columns["rewards"] = None
-    if (
-        "rewards" in present
-        and num
-        and not failed
-        and ("reward" not in optional or columns["reward"] is not None)
-    ):
-        columns["rewards"] = draw(st.lists(_HALVES, min_size=num, max_size=num))
+    is_known = "reward" not in optional or columns["reward"] is not None
+    if "rewards" in present and num and not failed and is_known:
+        columns["rewards"] = per_token(_HALVES)
         columns["reward"] = sum(columns["rewards"])
     if "segments" in present and num and draw(st.integers(0, 3)) == 0:
         columns["segments"] = _segments(draw, num, row["step_index"])
@@ -235,9 +239,8 @@ def _prompt(draw: Draw, earlier: list[Row]) -> tuple[list[int], list[Row]]:
         if (entry["start"] is None or entry["start"] + entry["length"] <= num_repeated)
         and draw(st.integers(0, 4))
     ]
-    return tokens[:num_repeated] + (
-        fresh if draw(st.booleans()) or not num_repeated else []
-    ), pictures
+    added = fresh if draw(st.booleans()) or not num_repeated else []
+    return tokens[:num_repeated] + added, pictures
 
 
 def _segments(draw: Draw, num_tokens: int, step_index: int) -> list[Row]:
@@ -267,27 +270,17 @@ def _pictures(draw: Draw, before: list[Row], num_tokens: int) -> list[Row]:
     first = max((p["start"] + p["length"] for p in before if p["start"] is not None), default=0)
     cuts = st.lists(st.integers(first, num_tokens), max_size=4, unique=True).map(sorted)
     bounds = draw(cuts)
-    spans = list(zip(bounds[::2], bounds[1::2], strict=False))
-    digests = st.none() | st.sampled_from(["0", "f"]).map(lambda digit: f"sha256:{digit * 64}")
-    entries = [
-        {"sha256": draw(digests), "start": start, "length": end - start} for start, end in spans
-    ]
+    spans: list[Any] = [(a, b - a) for a, b in zip(bounds[::2], bounds[1::2], strict=False)]
     if draw(st.integers(0, 3)) == 0:
-        at = draw(st.integers(0, len(entries)))
-        entries.insert(at, {"sha256": draw(digests), "start": None, "length": None})
-    return entries
-
-
-def _entries(metrics: dict[str, float]) -> list[Row]:
-    return [{"key": key, "value": value} for key, value in metrics.items()]
+        spans.insert(draw(st.integers(0, len(spans))), (None, None))
+    digests = st.none() | st.sampled_from(["0", "f"]).map(lambda digit: f"sha256:{digit * 64}")
+    return [{"sha256": draw(digests), "start": start, "length": num} for start, num in spans]
 
 
 def _nullable_value(draw: Draw, name: str) -> Any:
-    if name == "messages":
-        return draw(st.none() | _MESSAGES)
-    if name == "metrics":
-        return draw(st.none() | _METRICS.map(_entries))
-    kind = next(c.type for c in COLUMNS if c.name == name)
+    if name in _DRAWN:
+        return draw(st.none() | _DRAWN[name])
+    kind = COLUMN_BY_NAME[name].type
     if pa.types.is_list(kind):
         return None
     return draw(st.none() | values_of(kind)) if draw(st.booleans()) else None

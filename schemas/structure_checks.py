@@ -90,9 +90,9 @@ def check_structure(view: View, runs: Runs, seen: set[str]) -> Iterator[pl.DataF
     yield view.breaches("contiguous_trajectory", rows, name, finding, expected, sentence)
 
     wanted = np.arange(len(steps)) - runs.start[runs.run]
-    rows = np.flatnonzero((steps != wanted) & ~split[runs.run])
-    indices, expected_indices = (list(values[rows].astype(str)) for values in (steps, wanted))
-    yield view.breaches("step_index_sequence", rows, "step_index", indices, expected_indices)
+    bad = (steps != wanted) & ~split[runs.run]
+    indices, expected_indices = (list(values[bad].astype(str)) for values in (steps, wanted))
+    yield view.breaches("step_index_sequence", bad, "step_index", indices, expected_indices)
     yield _boundaries(view, runs)
 
 
@@ -123,12 +123,9 @@ def _boundaries(view: View, runs: Runs) -> pl.DataFrame:
     differs = last != is_end
     differs[-1:] = False  # the next table, or final_row_is_last, decides this
     rule, column = "boundary_alignment", "is_last_step"
-    early, late = np.flatnonzero(differs & last), np.flatnonzero(differs & ~last)
-    breaches = [
-        view.breaches(rule, early, column, "true", "false", _EARLY_END),
-        view.breaches(rule, late, column, "false", "true", UNMARKED_END),
-    ]
-    return joined(breaches).sort("row")
+    early = view.breaches(rule, differs & last, column, "true", "false", _EARLY_END)
+    late = view.breaches(rule, differs & ~last, column, "false", "true", UNMARKED_END)
+    return joined([early, late]).sort("row")
 
 
 def check_outcome(view: View, runs: Runs) -> Iterator[pl.DataFrame]:
@@ -150,8 +147,7 @@ def check_outcome(view: View, runs: Runs) -> Iterator[pl.DataFrame]:
 
 def check_prefix(view: View) -> Iterator[pl.DataFrame]:
     """Check prefix_reference: each row refers to existing tokens of an earlier row."""
-    names = [field.name for field in PREFIX_FIELDS]
-    if not view.has(*names, "response_ids", "trajectory_id"):
+    if not view.has(*(field.name for field in PREFIX_FIELDS), "response_ids", "trajectory_id"):
         return
     rooted = view.is_null("parent_step_index")
     parent = filled(view.table.column("parent_step_index"), -1).astype(np.int64)

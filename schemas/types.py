@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas.columns import COLUMN_BY_NAME, PREFIX_FIELDS, SEGMENT_FIELDS, Column
+from schemas.columns import COLUMN_BY_NAME, DECLARED, PREFIX_FIELDS, SEGMENT_FIELDS, Column
 from schemas.errors import InvariantError
 from schemas.numpy_arrays import to_arrow
 from schemas.ragged import list_lengths, offsets_of
@@ -33,9 +33,14 @@ def as_table(data: Any) -> pa.Table:
 
     if isinstance(data, pl.LazyFrame):
         data = data.collect()
-    if isinstance(data, pl.DataFrame):
-        return _to_arrow(data)
-    return pa.table(data)
+    if not isinstance(data, pl.DataFrame):
+        return pa.table(data)
+    try:
+        return data.to_arrow()
+    except pa.ArrowException as error:
+        finding = f"Arrow cannot store a column: {error}"
+        hint = "cast the column to a type that Arrow supports, or drop it"
+        raise InvariantError("columns_and_types", "table", finding, "", hint) from None
 
 
 def with_absent(frame: pl.LazyFrame, names: Iterable[str]) -> pl.LazyFrame:
@@ -59,24 +64,11 @@ def with_absent(frame: pl.LazyFrame, names: Iterable[str]) -> pl.LazyFrame:
     return frame.with_columns(**{name: pl.lit(None, kind) for name, kind in kinds.items()})
 
 
-def _to_arrow(data: pl.DataFrame) -> pa.Table:
-    try:
-        return data.to_arrow()
-    except pa.ArrowException as error:
-        finding = f"Arrow cannot store a column: {error}"
-        hint = "cast the column to a type that Arrow supports, or drop it"
-        raise InvariantError("columns_and_types", "table", finding, "", hint) from None
-
-
 def is_list(kind: pa.DataType) -> bool:
     """True for any list type of variable length."""
     t = pa.types
-    return bool(
-        t.is_list(kind)
-        or t.is_large_list(kind)
-        or t.is_list_view(kind)
-        or t.is_large_list_view(kind)
-    )
+    tests = (t.is_list, t.is_large_list, t.is_list_view, t.is_large_list_view)
+    return any(test(kind) for test in tests)
 
 
 def is_string(kind: pa.DataType) -> bool:
@@ -132,13 +124,12 @@ def cast_table(table: pa.Table) -> pa.Table:
     The table must have passed `columns_and_types`. Slice a table of more than 2^31 list elements
     first: the declared lists have 32-bit offsets.
     """
-    names = table.column_names
-    kinds = [_target(f.name, f.type) for f in table.schema]
-    columns = [cast_column(table.column(n), kind) for n, kind in zip(names, kinds, strict=True)]
     fields = [
-        pa.field(n, kind, is_nullable(n), table.schema.field(n).metadata)
-        for n, kind in zip(names, kinds, strict=True)
+        pa.field(f.name, _target(f.name, f.type), is_nullable(f.name), f.metadata)
+        for f in table.schema
     ]
+    pairs = zip(table.columns, fields, strict=True)
+    columns = [cast_column(column, field.type) for column, field in pairs]
     return pa.Table.from_arrays(columns, schema=pa.schema(fields, table.schema.metadata))
 
 
@@ -150,30 +141,25 @@ def without_null_elements(schema: pa.Schema) -> pa.Schema:
     Args:
         schema: A schema with the declared types, as in tables from `cast_table`.
     """
-    declared = COLUMN_BY_NAME.keys() | PREFIX_TYPES.keys()
     for index, field in enumerate(schema):
         kind = field.type
-        if field.name in declared and pa.types.is_list(kind) and not kind.value_type.num_fields:
+        if field.name in DECLARED and pa.types.is_list(kind) and not kind.value_type.num_fields:
             element = pa.field("element", kind.value_type, nullable=False)
             schema = schema.set(index, field.with_type(pa.list_(element)))
     return schema
 
 
 def _target(name: str, actual: pa.DataType) -> pa.DataType:
-    if name in PREFIX_TYPES:
-        return PREFIX_TYPES[name]
-    column = COLUMN_BY_NAME.get(name)
+    column = DECLARED.get(name)
     if column is None:
         return _plain(actual)
     if column.type is None:
         return pa.list_(actual.value_type)
-    return _segments_type(actual) if name == "segments" else column.type
-
-
-def _segments_type(actual: pa.DataType) -> pa.DataType:
-    declared = {field.name for field in SEGMENT_FIELDS}
-    extra = [pa.field(f.name, _plain(f.type)) for f in actual.value_type if f.name not in declared]
-    return pa.list_(pa.struct([*SEGMENT_FIELDS, *extra]))
+    if name != "segments":
+        return column.type
+    declared = {field.name: field for field in SEGMENT_FIELDS}
+    fields = {f.name: pa.field(f.name, _plain(f.type)) for f in actual.value_type}
+    return pa.list_(pa.struct([*(declared | fields | declared).values()]))
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
@@ -195,11 +181,7 @@ def _plain(kind: pa.DataType) -> pa.DataType:
 
 def without_views(table: pa.Table) -> pa.Table:
     """Return the table with plain types instead of views, which few Arrow kernels support."""
-    for index, field in enumerate(table.schema):
-        if _has_view(field.type):
-            column = cast_column(table.column(index), _plain(field.type))
-            table = table.set_column(index, field.with_type(column.type), column)
-    return table
+    return _retyped(table, _viewless)
 
 
 def plain_table(table: pa.Table) -> pa.Table:
@@ -207,32 +189,44 @@ def plain_table(table: pa.Table) -> pa.Table:
 
     Columns of an unacceptable type are left unchanged: `columns_and_types` reports them.
     """
+
+    def target(name: str, kind: pa.DataType) -> pa.DataType:
+        fits = name in DECLARED and accepts_column(DECLARED[name], kind)
+        return _target(name, kind) if fits else _viewless(name, kind)
+
+    return _retyped(table, target)
+
+
+def _retyped(table: pa.Table, target: Callable[[str, pa.DataType], pa.DataType]) -> pa.Table:
     for index, field in enumerate(table.schema):
-        target = _plain(field.type) if _has_view(field.type) else field.type
-        column = COLUMN_BY_NAME.get(field.name)
-        if column is not None and accepts_column(column, field.type):
-            target = _target(field.name, field.type)
-        elif field.name in PREFIX_TYPES and accepts(PREFIX_TYPES[field.name], field.type):
-            target = PREFIX_TYPES[field.name]
-        if target != field.type:
-            values = cast_column(table.column(index), target)
-            table = table.set_column(index, field.with_type(target), values)
+        kind = target(field.name, field.type)
+        if kind != field.type:
+            values = cast_column(table.column(index), kind)
+            table = table.set_column(index, field.with_type(kind), values)
     return table
 
 
-def _has_view(kind: pa.DataType) -> bool:
+def _viewless(_: str, kind: pa.DataType) -> pa.DataType:
+    return _plain(kind) if any(map(_is_view, types_in(kind))) else kind
+
+
+def _is_view(kind: pa.DataType) -> bool:
     t = pa.types
-    is_view = (t.is_string_view, t.is_binary_view, t.is_list_view, t.is_large_list_view)
-    children = (kind.field(i).type for i in range(kind.num_fields))
-    return any(test(kind) for test in is_view) or any(_has_view(child) for child in children)
+    tests = (t.is_string_view, t.is_binary_view, t.is_list_view, t.is_large_list_view)
+    return any(test(kind) for test in tests)
+
+
+def types_in(kind: pa.DataType) -> Iterator[pa.DataType]:
+    """Yield a type and all types inside it: of elements, fields and dictionary values."""
+    yield kind
+    inner = [kind.field(i).type for i in range(kind.num_fields)]
+    for child in [kind.value_type] if pa.types.is_dictionary(kind) else inner:
+        yield from types_in(child)
 
 
 def is_nullable(name: str) -> bool:
     """True if a declared, prefix or user column may contain nulls."""
-    column = COLUMN_BY_NAME.get(name)
-    if column is not None:
-        return column.nullable
-    return name not in PREFIX_TYPES or name == "parent_step_index"
+    return name not in DECLARED or DECLARED[name].nullable
 
 
 def cast_column(
@@ -244,15 +238,10 @@ def cast_column(
     if isinstance(column, pa.ChunkedArray):
         return pa.chunked_array([cast_column(chunk, target) for chunk in column.chunks], target)
     if pa.types.is_list_view(column.type) or pa.types.is_large_list_view(column.type):
-        column = _without_view(column)
+        # Arrow's cast of list views produces invalid arrays.
+        values = pc.list_flatten(column)
+        values = cast_column(values, _viewless("", values.type))
+        mask = column.is_null() if column.null_count else None
+        offsets = to_arrow(offsets_of(list_lengths(column)))
+        column = pa.LargeListArray.from_arrays(offsets, values, mask=mask)
     return column.cast(target)
-
-
-def _without_view(lists: pa.Array) -> pa.Array:
-    """Convert list views without Arrow's cast, which produces invalid arrays."""
-    values = pc.list_flatten(lists)
-    if _has_view(values.type):
-        values = cast_column(values, _plain(values.type))
-    mask = lists.is_null() if lists.null_count else None
-    offsets = to_arrow(offsets_of(list_lengths(lists)))
-    return pa.LargeListArray.from_arrays(offsets, values, mask=mask)

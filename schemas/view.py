@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,8 @@ BREACH_SCHEMA: dict[str, Any] = {
 }
 """Columns of a frame of breaches: rule, location (`row` is null if the breach concerns the entire
 table), found value, expected value and message."""
+
+CONTAINS = "{column} contains {got}; expected {expected}"
 
 _NONE = pl.DataFrame(schema=BREACH_SCHEMA)
 
@@ -86,30 +88,49 @@ class View:
     def breaches(
         self,
         rule: str,
-        rows: IntArray,
+        bad: IntArray | BoolArray,
         column: str | None,
         got: str | Sequence[str],
         expected: str | Sequence[str],
         sentence: str = "{column} is {got}; expected {expected}",
     ) -> pl.DataFrame:
-        """Report one breach per row in `rows`, which are indices into this table.
+        """Report one breach per bad row: indices into this table, or a mask, [N] bool.
 
-        `got` and `expected` are texts for all rows, or one per row; `sentence` is a format string
-        with the fields `column`, `got` and `expected`.
+        `got` and `expected` are texts for all bad rows, or one per bad row; `sentence` is a format
+        string with the fields `column`, `got` and `expected`.
         """
+        rows = np.flatnonzero(bad) if bad.dtype == np.bool_ else bad
         if not len(rows):
             return _NONE
         got, expected = ([x] * len(rows) if isinstance(x, str) else x for x in (got, expected))
-        place = (rows + self.row_offset).tolist()
-        frame = breach_frame(rule, place, column, got, expected, sentence)
-        index = to_arrow(rows)
+        index, ids, steps = to_arrow(rows), None, None
         if self.has("trajectory_id"):
             ids = self.strings("trajectory_id").take(index).to_pylist()
-            frame = frame.with_columns(trajectory_id=pl.Series(ids, dtype=pl.String))
         if self.has("step_index"):
             steps = self.table.column("step_index").take(index).to_pylist()
-            frame = frame.with_columns(step_index=pl.Series(steps, dtype=pl.Int64))
-        return frame
+        place = (rows + self.row_offset).tolist()
+        return breach_frame(rule, place, column, got, expected, sentence, ids, steps)
+
+    def first_breaches(
+        self,
+        rule: str,
+        row: IntArray,
+        bad: BoolArray,
+        column: str,
+        got: Callable[[int], str],
+        expected: str | Callable[[int], str],
+        sentence: str = CONTAINS,
+    ) -> pl.DataFrame:
+        """Report one breach per row that has a bad entry; the texts are of the first of these.
+
+        `row` and `bad`, [S], are the row of each entry, and whether it is bad. `got` and `expected`
+        return the text for an entry, by its index.
+        """
+        index = np.flatnonzero(bad)
+        rows, first = np.unique(row[index], return_index=True)
+        at = index[first].tolist()
+        wanted = expected if isinstance(expected, str) else [expected(i) for i in at]
+        return self.breaches(rule, rows, column, [got(i) for i in at], wanted, sentence)
 
 
 def joined(breaches: Iterable[pl.DataFrame]) -> pl.DataFrame:
@@ -124,7 +145,8 @@ def breach_frame(
     got: Sequence[str],
     expected: Sequence[str],
     sentence: str,
-    trajectory_id: str | None = None,
+    trajectory_id: Sequence[str] | None = None,
+    step_index: Sequence[int] | None = None,
 ) -> pl.DataFrame:
     """Return breaches of one rule as a frame of `BREACH_SCHEMA` (see `View.breaches`)."""
     return pl.DataFrame(
@@ -133,7 +155,7 @@ def breach_frame(
             "severity": RULES[rule].severity,
             "row": rows,
             "trajectory_id": trajectory_id,
-            "step_index": None,
+            "step_index": step_index,
             "column": column,
             "got": got,
             "expected": expected,

@@ -154,13 +154,7 @@ def _layouts(savings: Mapping[str, Mapping[str, Any]]) -> Iterable[RenderableTyp
 
 def _table(first: str, *right: str, left: Sequence[str] = ()) -> Table:
     """Return a borderless table: `first` and `left` are left-aligned, `right` right-aligned."""
-    table = bare_table()
-    table.add_column(first, no_wrap=True)
-    for name in right:
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in left:
-        table.add_column(name, no_wrap=True)
-    return table
+    return bare_table(first, *right, *left, left={first, *left})
 
 
 def _bar(share: float) -> str:

@@ -53,8 +53,8 @@ from rollout_io.conversion.browsing import (
     decode_run,
     files_of,
     reread,
-    settings_of,
 )
+from rollout_io.conversion.chunk import Settings
 from rollout_io.conversion.opened_logs import AUTO
 from rollout_io.conversion.text import NO_TOKENS, Retokenizer, Untokenized
 from rollout_io.dataset.blobs import Blobs
@@ -369,7 +369,8 @@ class LogDataset(Dataset):
             return again(run, Untokenized())
 
         def again(run: Run, retokenizer: Retokenizer | Untokenized) -> pa.Table:
-            settings = settings_of(at.format, find_adapter(at.format), retokenizer)
+            adapter = find_adapter(at.format)
+            settings = Settings(adapter=adapter, format=at.format, retokenizer=retokenizer)
             return reread(run, trajectory_id, settings, self._listing, self._spool, self._blobs)
 
         table = self._cache.get((at, trajectory_id), read)

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from shutil import get_terminal_size
 from typing import IO, TYPE_CHECKING, Any
@@ -149,11 +149,19 @@ def section(title: str, body: RenderableType) -> list[RenderableType]:
     return [Text(), Text(title, style="bold"), Padding(body, (0, 0, 0, 2))]
 
 
-def bare_table() -> Table:
-    """Return a table without lines."""
+def bare_table(*titles: str, left: Collection[str] = (), folds: Collection[str] = ()) -> Table:
+    """Return a table without lines; columns are on the right and in one line, but for those named."""
     from rich.table import Table
 
-    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for title in titles:
+        table.add_column(
+            title,
+            justify="left" if title in left else "right",
+            no_wrap=title not in folds,
+            overflow="fold",
+        )
+    return table
 
 
 def drawn(parts: Iterable[RenderableType]) -> str:

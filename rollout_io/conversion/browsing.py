@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import pyarrow as pa
@@ -25,7 +25,7 @@ from rollout_io.conversion.chunk import (
     Reader,
     RunRows,
     Settings,
-    batches,
+    cut,
     sound,
     tabulated,
     without_collector,
@@ -34,14 +34,13 @@ from rollout_io.conversion.inputs import odd_name
 from rollout_io.conversion.opened_logs import AUTO, Opened, open_log
 from rollout_io.conversion.plan import plan_logs
 from rollout_io.conversion.rows import Settled
-from rollout_io.conversion.text import Retokenizer, Untokenized
+from rollout_io.conversion.text import Untokenized
 from rollout_io.dataset.blobs import PREFIX, Blobs
-from rollout_io.formats.base import Adapter, Options, Place, Rejected, Run, Step
+from rollout_io.formats.base import Place, Rejected, Run, Step
 from rollout_io.formats.detect import Tell
 from rollout_io.formats.parsing.media import storing
 from rollout_io.formats.parsing.records import INCOMPLETE
 from schemas.errors import InputError, RolloutError
-from schemas.metadata import DatasetMetadata
 from schemas.ragged import list_lengths
 
 BATCH_BYTES = 8 << 20
@@ -77,7 +76,11 @@ class Listing:
         """List a path."""
         listing = cls(path, Path(os.path.realpath(path)))
         if path.is_dir():
-            for folder, folders, names in os.walk(path, onerror=listing._unlisted):
+
+            def unlisted(error: OSError) -> None:
+                listing._refuse(Path(error.filename), error, "cannot be listed: ")
+
+            for folder, folders, names in os.walk(path, onerror=unlisted):
                 folders[:] = [name for name in folders if not name.startswith(".")]
                 for name in (*names, *folders):
                     listing._add(Path(folder) / name)
@@ -116,24 +119,20 @@ class Listing:
             self.refused[path] = odd
             return
         if path.is_symlink() and not self.holds(path):
-            finding, hint = (
-                "the link leaves the directory, so it is not followed",
-                "pass its target",
-            )
-            self.refused[path] = InputError(LINK, str(path), finding, "", hint)
+            finding = "the link leaves the directory, so it is not followed"
+            self.refused[path] = InputError(LINK, str(path), finding, "", "pass its target")
             return
         try:
             facts = path.stat()
         except OSError as error:
-            finding = (error.strerror or str(error)).lower()
-            self.refused[path] = InputError("input_file", str(path), finding)
+            self._refuse(path, error)
             return
         if path.is_file():
             self.files.append(LogFile(path, facts.st_size, facts.st_mtime))
 
-    def _unlisted(self, error: OSError) -> None:
-        path, finding = Path(error.filename), (error.strerror or str(error)).lower()
-        self.refused[path] = InputError("input_file", str(path), f"cannot be listed: {finding}")
+    def _refuse(self, path: Path, error: OSError, what: str = "") -> None:
+        finding = what + (error.strerror or str(error)).lower()
+        self.refused[path] = InputError("input_file", str(path), finding)
 
 
 def files_of(path: str) -> set[LogFile] | None:
@@ -204,7 +203,7 @@ def read_opened(
     being done (`find` or `read`), the number of bytes or runs done, and the number of all.
     """
     done = 0
-    total = sum(file.num_bytes for file in listing.files)
+    total = listing.num_bytes
 
     def advance(num_bytes: int) -> None:
         nonlocal done
@@ -218,26 +217,12 @@ def read_opened(
     yield Read("", {}, pa.table({}), [*opened.unused, *rejected], {})
     num_runs, num_read = sum(planned.num_runs for planned in plans), 0
     for log, planned in zip(opened.logs, plans, strict=True):
-        settings = settings_of(log.format, log.adapter, Untokenized())
-        for runs, _ in batches(planned.runs, BATCH_BYTES):
+        settings = Settings(adapter=log.adapter, format=log.format, retokenizer=Untokenized())
+        for runs in cut(planned.runs, BATCH_BYTES):
             with _reading(listing, None):
                 yield from read_runs(runs, settings)
             num_read += len(runs)
             progress("read", num_read, num_runs)
-
-
-def settings_of(
-    format_name: str, adapter: Adapter, retokenizer: Retokenizer | Untokenized
-) -> Settings:
-    """Return the settings for reading runs of a format."""
-    return Settings(
-        adapter=adapter,
-        options=Options(),
-        retokenizer=retokenizer,
-        format=format_name,
-        layout="full",
-        metadata=DatasetMetadata(),
-    )
 
 
 def read_runs(runs: Sequence[Run], settings: Settings) -> Iterator[Read]:
@@ -337,8 +322,4 @@ def encode_run(run: Run) -> bytes:
 
 def decode_run(content: bytes) -> Run:
     """Parse the output of `encode_run`."""
-
-    def decoded(kind: type, value: Any) -> Any:
-        return kind(value)
-
-    return msgspec.msgpack.decode(content, type=Run, dec_hook=decoded)
+    return msgspec.msgpack.decode(content, type=Run, dec_hook=lambda kind, value: kind(value))

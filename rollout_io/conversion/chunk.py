@@ -70,7 +70,7 @@ class Chunk:
     @property
     def num_bytes(self) -> int:
         """Size of the records of its runs."""
-        return sum([run.num_bytes for run in self.runs])
+        return size_of(self.runs)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -100,13 +100,20 @@ class Report:
         """Parse the output of `encode`."""
         return msgspec.convert(values, cls, dec_hook=rejections.decoded)
 
-    def take_names(self, table: pa.Table, where: str) -> None:
-        """Record the trajectory ids of a document."""
-        names = dict.fromkeys(table.column("trajectory_id").to_pylist(), where)
-        for name in names:
-            if name in self.trajectory_ids:
-                raise repeated(name, self.trajectory_ids[name], where)
-        self.trajectory_ids |= names
+
+def take_names(first: dict[str, str], names: Mapping[str, str]) -> None:
+    """Add the places of trajectories to `first`; none may be there already."""
+    for name, where in names.items():
+        if name in first:
+            raise repeated(name, first[name], where)
+    first |= names
+
+
+def repeated(name: str, first: str, second: str) -> InvariantError:
+    """Return the error for a trajectory that two documents contain."""
+    hint = "convert the outputs of each training step to a separate dataset"
+    finding = f"trajectory {name!r} also occurs in {first}"
+    return InvariantError("unique_trajectory", second, finding, "", hint)
 
 
 def _with_columns(columns: pa.Schema, table: pa.Table, where: str) -> pa.Schema:
@@ -117,13 +124,6 @@ def _with_columns(columns: pa.Schema, table: pa.Table, where: str) -> pa.Schema:
         finding = f"a column has a different type than in an earlier document: {error}"
         hint = "give the column one type in all documents, or convert them separately"
         raise InvariantError("columns_and_types", where, finding, "", hint) from None
-
-
-def repeated(name: str, first: str, second: str) -> InvariantError:
-    """Return the error for a trajectory that two documents contain."""
-    hint = "convert the outputs of each training step to a separate dataset"
-    finding = f"trajectory {name!r} also occurs in {first}"
-    return InvariantError("unique_trajectory", second, finding, "", hint)
 
 
 def convert_chunk(
@@ -141,7 +141,7 @@ def convert_chunk(
     broken: list[Rejected] = []
     columns = pa.schema([])
     with without_collector(), stored_in(settings.blobs), writer:
-        for runs, num_bytes in batches(chunk.runs, BATCH_BYTES):
+        for runs in cut(chunk.runs, BATCH_BYTES):
             for part in reader.parts(runs):
                 table = sound(part, broken, metadata.vocab_size)
                 # Later documents are not compared with the types and names of a rejected document.
@@ -149,7 +149,8 @@ def convert_chunk(
                     try:
                         where = part.runs[0].places[0].where
                         widened = _with_columns(columns, table, where)
-                        report.take_names(table, where)
+                        names = dict.fromkeys(table.column("trajectory_id").to_pylist(), where)
+                        take_names(report.trajectory_ids, names)
                     except RolloutError as error:
                         broken += of_run(part.runs[0], error)
                         continue
@@ -158,7 +159,7 @@ def convert_chunk(
                     report.summary.add(table, reader.compared, reader.notes)
                     writer.write(table)
                 tell(0, table.num_rows)
-            tell(num_bytes, 0)
+            tell(size_of(runs), 0)
         rejected, spool = reader.rejected + broken, settings.spool
         report.rejected = [named_rejection(r, spool) for r in rejected] if spool else rejected
         report.routing = reader.routing
@@ -168,18 +169,23 @@ def convert_chunk(
     return report
 
 
-def batches(runs: Sequence[Run], most_bytes: int) -> Iterator[tuple[list[Run], int]]:
-    """Yield consecutive runs with about `most_bytes` of records, and the number of these."""
-    batch: list[Run] = []
+def size_of(runs: Iterable[Run]) -> int:
+    """Return the size of the records of runs."""
+    return sum([run.num_bytes for run in runs])
+
+
+def cut(runs: Iterable[Run], most_bytes: int) -> Iterator[list[Run]]:
+    """Cut consecutive runs into non-empty parts of at most `most_bytes` of records, or one run."""
+    part: list[Run] = []
     num_bytes = 0
     for run in runs:
-        batch.append(run)
+        if part and num_bytes + run.num_bytes > most_bytes:
+            yield part
+            part, num_bytes = [], 0
+        part.append(run)
         num_bytes += run.num_bytes
-        if num_bytes >= most_bytes:
-            yield batch, num_bytes
-            batch, num_bytes = [], 0
-    if batch:
-        yield batch, num_bytes
+    if part:
+        yield part
 
 
 @contextmanager
@@ -205,12 +211,12 @@ class Settings:
     """
 
     adapter: Adapter
-    options: Options
-    retokenizer: Retokenizer | Untokenized | None
     format: str = ""
+    options: Options = field(default_factory=Options)
+    retokenizer: Retokenizer | Untokenized | None
     tokenizer: str | None = None
-    layout: Literal["prefix", "full"]
-    metadata: DatasetMetadata
+    layout: Literal["prefix", "full"] = "full"
+    metadata: DatasetMetadata = field(default_factory=DatasetMetadata)
     spool: Path | None = None
     blobs: str | None = None
     recorded: Recorded | None = None
@@ -250,11 +256,9 @@ class Reader:
 
     def parts(self, runs: Sequence[Run]) -> Iterator[RunRows]:
         """Yield the runs and their rows in order; the rows are checked later, by `sound`."""
-        is_table, batch = self.settings.adapter.is_table, []
-        if not is_table:
-            batch = self.settle(runs)
-        for part in self._tables(runs) if is_table else tabulated(batch, self.rejected):
-            spool = self.settings.spool
+        spool, is_table = self.settings.spool, self.settings.adapter.is_table
+        settled = [] if is_table else self.settle(runs)
+        for part in self._tables(runs) if is_table else tabulated(settled, self.rejected):
             yield part._replace(table=named_table(part.table, spool)) if spool else part
 
     def _tables(self, runs: Sequence[Run]) -> Iterator[RunRows]:
@@ -308,17 +312,15 @@ class Reader:
 
     def _take_routing(self, shapes: Iterable[tuple[int, ...] | None], run: Run) -> None:
         for shape in shapes:
-            if shape is not None and self.routing not in {None, shape}:
+            if shape is not None and self.routing is not None and self.routing != shape:
                 raise other_routing(run.places[0].where, shape, self.routing)
             if shape is not None:
                 self.routing = (shape[0], shape[1])
 
 
-def other_routing(
-    where: str, shape: tuple[int, ...], earlier: tuple[int, ...] | None
-) -> InvariantError:
+def other_routing(where: str, shape: tuple[int, ...], earlier: tuple[int, ...]) -> InvariantError:
     """Return the error for routing that has a different shape than in earlier calls."""
-    finding, before = (f"{layers} layers, top {topk}" for layers, topk in (shape, earlier or shape))
+    finding, before = (f"{layers} layers, top {topk}" for layers, topk in (shape, earlier))
     message = f"{where}: the routing has {finding}, but earlier calls have {before}"
     hint = "convert the logs of each model to a separate dataset"
     return InvariantError("routing_shape", where, finding, before, hint, message=message)

@@ -25,11 +25,18 @@ from rollout_io.conversion.chunk import (
     convert_chunk,
     in_order,
     other_routing,
-    repeated,
     sound,
+    take_names,
     without_collector,
 )
-from rollout_io.conversion.inputs import PathLike, open_file, paths_of, refuse_changed, versions_of
+from rollout_io.conversion.inputs import (
+    PathLike,
+    files_of,
+    open_file,
+    paths_of,
+    refuse_changed,
+    versions_of,
+)
 from rollout_io.conversion.joining import Recorded, recorded_calls
 from rollout_io.conversion.opened_logs import Log, Opened, open_log
 from rollout_io.conversion.plan import (
@@ -43,7 +50,6 @@ from rollout_io.conversion.plan import (
     refuse_misfits,
     refuse_nothing,
     settings_of,
-    size_of,
 )
 from rollout_io.conversion.remote import naming_errors
 from rollout_io.conversion.rewards import Key, Outcome, read_rewards
@@ -143,7 +149,8 @@ def convert(
         stack.enter_context(naming_errors(spool))
         staging.refuse_foreign()
         sources = _Sources.open(inputs, choices, spool, staging)
-        opened, num_bytes = sources.opened, size_of(sources.opened.inputs)
+        opened = sources.opened
+        num_bytes = sum(file.stat().st_size for log in opened.inputs for file in files_of(log))
         if choices.join is not None:  # each recorded call is used once, in the order of the log
             workers, chunk_bytes = Workers(), num_bytes + 1
         chunk_bytes = chunk_size(num_bytes) if chunk_bytes is None else chunk_bytes
@@ -213,18 +220,16 @@ def read_log(inputs: PathLike | Sequence[PathLike], **keywords: Unpack[Keywords]
         sources = _Sources.open(inputs, choices, Path(folder))
         refuse_misfits(choices, sources.opened.logs)
         plans, outcomes = sources.plan(lambda _num_bytes: None)
-        rejected = [rejected for planned in plans for rejected in planned.rejected]
-        tables = []
-        settings_list = sources.settings(plans, recorded)
-        for settings, planned in zip(settings_list, plans, strict=True):
-            reader = Reader(settings, outcomes, rejected)
-            vocab_size = settings.metadata.vocab_size
-            tables += [sound(part, rejected, vocab_size) for part in reader.parts(planned.runs)]
+        rejected, tables = [rejected for planned in plans for rejected in planned.rejected], []
+        for settings, planned in zip(sources.settings(plans, recorded), plans, strict=True):
+            reader, metadata = Reader(settings, outcomes, rejected), settings.metadata
+            parts = reader.parts(planned.runs)
+            tables += [sound(part, rejected, metadata.vocab_size) for part in parts]
         refuse_changed(sources.versions)
         if rejected:
             sources.fail(rejected, plans)
     table = pa.concat_tables(tables, promote_options="permissive")
-    return table.replace_schema_metadata(settings_list[0].metadata.encode("full"))
+    return table.replace_schema_metadata(metadata.encode("full"))
 
 
 def _checked(keywords: Keywords) -> Choices:
@@ -285,8 +290,7 @@ class _Sources:
 
     def settings(self, plans: Sequence[Plan], recorded: Recorded | None) -> list[Settings]:
         """Return the settings for reading the runs of each log."""
-        abouts = [planned.about for planned in plans]
-        logs = self.opened.logs
+        abouts, logs = [planned.about for planned in plans], self.opened.logs
         return settings_of(self.choices, logs, abouts, self.spool, self.blobs, recorded)
 
     def fail(
@@ -397,10 +401,7 @@ def _refuse_mixtures(reports: Sequence[Report], logs: Sequence[Log], plans: Sequ
         if run.places and not log.adapter.is_table
     }
     for report in reports:
-        for name, where in report.trajectory_ids.items():
-            if name in first:
-                raise repeated(name, first[name], where)
-            first[name] = where
+        take_names(first, report.trajectory_ids)
     routings = {report.routing for report in reports} - {None}
     if len(routings) > 1:
         first_shape, other, *_ = sorted(r for r in routings if r is not None)

@@ -61,13 +61,10 @@ def open_inputs(
     inputs: list[Input] = []
     unread: list[str] = []
     for remnant in spool.glob("*"):  # left by a conversion that was killed
-        shutil.rmtree(
-            remnant
-        ) if remnant.is_dir() and not remnant.is_symlink() else remnant.unlink()
+        is_folder = remnant.is_dir() and not remnant.is_symlink()
+        shutil.rmtree(remnant) if is_folder else remnant.unlink()
     skipped = {_real(path) for path in ignored}
-    for path, is_matched in (
-        (path, path != source) for source in paths for path in expanded(source)
-    ):
+    for path, is_matched in ((p, p != pattern) for pattern in paths for p in expanded(pattern)):
         source = Path(path)
         above = {_real(source), *(_real(source).parents if is_matched else ())}
         if path != STDIN and above & skipped:
@@ -149,10 +146,8 @@ def odd_name(path: Path) -> InputError | None:
     name = str(path)
     if name == name.encode(errors="replace").decode():
         return None
-    readable = os.fsencode(path).decode(errors="backslashreplace")
-    return InputError(
-        "input_file", readable, "the file name is not valid UTF-8", "", "rename the file"
-    )
+    readable, finding = os.fsencode(path).decode(errors="backslashreplace"), "is not valid UTF-8"
+    return InputError("input_file", readable, f"the file name {finding}", "", "rename the file")
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,11 +275,10 @@ def refuse_changed(before: Mapping[Path, tuple[str, Version]]) -> None:
             continue
         is_same_file = new is not None and new[:2] == old[:2]
         if new is None or not is_same_file or new.num_bytes <= old.num_bytes:
-            finding = "removed" if new is None else "rewritten" if is_same_file else "replaced"
+            change = "removed" if new is None else "rewritten" if is_same_file else "replaced"
+            finding = f"the file was {change} during the conversion"
             hint = "convert the log after its writer has finished"
-            raise InputError(
-                "input_file", name, f"the file was {finding} during the conversion", "", hint
-            )
+            raise InputError("input_file", name, finding, "", hint)
 
 
 def _save(stream: BufferedReader, name: str, spool: Path) -> Path:

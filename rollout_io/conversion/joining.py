@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -103,9 +103,8 @@ class Recorded:
         reader = RowReader(path)
         if "response_text" not in reader.schema.names:
             finding = "the dataset has no column response_text, by which calls are matched"
-            raise InputError(
-                "join", path, finding, "", "pass a dataset that `rollouts record` wrote"
-            )
+            hint = "pass a dataset that `rollouts record` wrote"
+            raise InputError("join", path, finding, "", hint)
         if _is_merged(reader.schema):
             hint = "run `rollouts merge --undo` on it first"
             raise InputError("join", path, "the rows of the dataset are merged", "", hint)
@@ -122,8 +121,7 @@ class Recorded:
 
     def _add(self, row: int, values: Mapping[str, Any]) -> None:
         response, logged = calls_in(values["response_text"])
-        named = [(call["function"]["name"], call["function"]["arguments"]) for call in logged]
-        text, calls = _plain(response), _spelled(named)
+        text, calls = _plain(response), _spelled(logged)
         name = f"{values['trajectory_id']}, step {values['step_index']}"
         call = _Call(row, len(self._bounds) - 1, name, text)
         self._calls.append(call)
@@ -141,9 +139,8 @@ class Recorded:
         if not matched:
             if trajectory.error is not None or not answers:
                 return []
-            finding = (
-                f"none of its {count(len(answers), 'answer')} is among the calls of {self.path}"
-            )
+            number = count(len(answers), "answer")
+            finding = f"none of its {number} is among the calls of {self.path}"
             hint = "pass the dataset or the log of the calls that were recorded of this run"
             raise InputError("join", answers[0].conversation.source, finding, "", hint)
         pairs = sorted(matched.items(), key=lambda pair: pair[1].row)
@@ -187,9 +184,8 @@ class Recorded:
     def _session(self, number: int) -> pa.Table:
         """Read all calls of a session: each prompt is stored as a part of earlier calls."""
         there = [name for name in _KEPT if name in self._reader.schema.names]
-        return self._reader.rows(
-            *self._bounds[number], ["prompt_token_ids", "response_ids", *there]
-        )
+        names = ["prompt_token_ids", "response_ids", *there]
+        return self._reader.rows(*self._bounds[number], names)
 
     def _step(self, call: _Call, answer: _Answer, session: pa.Table) -> Step:
         conversation = answer.conversation
@@ -235,21 +231,19 @@ def _answers_of(steps: Sequence[Logged]) -> Iterator[_Answer]:
             raise InputError("join", step.source, finding, "", hint)
         for index, message in enumerate(step.messages):
             if index >= step.num_given and is_answer(message):
-                calls = [
-                    (call["function"]["name"], call["function"]["arguments"])
-                    for call in message.get("tool_calls") or ()
-                ]
                 text = text_of({"content": message.get("content")}) or ""
                 thought = _plain(str(message.get("reasoning_content") or ""))
-                yield _Answer(step, index, thought, _plain(text), _spelled(calls))
+                calls = _spelled(message.get("tool_calls") or ())
+                yield _Answer(step, index, thought, _plain(text), calls)
 
 
-def _spelled(calls: Sequence[tuple[Any, Any]]) -> str:
+def _spelled(calls: Iterable[Mapping[str, Any]]) -> str:
     """Return calls as text: names and arguments, in their order.
 
     Harnesses write arguments anew: 1.0 may become 1, and keys may have another order.
     """
-    named = [[str(name), _value(arguments)] for name, arguments in calls]
+    functions = [call["function"] for call in calls]
+    named = [[str(function["name"]), _value(function["arguments"])] for function in functions]
     return json.dumps(named, sort_keys=True) if named else ""
 
 

@@ -96,14 +96,18 @@ def open_log(
     is_auto, named = format_name == AUTO, [shown(path) for path in paths]
     adapters = load_formats().adapters if is_auto else {format_name: find_adapter(format_name)}
     if paths_of_fields is not None:
-        finding = partial(mapped.find, paths=paths_of_fields)
-        adapters = {
-            MAPPED: replace(adapters[MAPPED], find=finding, recognizes=lambda start: start.is_file)
-        }
+        find = partial(mapped.find, paths=paths_of_fields)
+        adapter = replace(adapters[MAPPED], find=find, recognizes=lambda start: start.is_file)
+        adapters = {MAPPED: adapter}
     formats_of = cache(partial(_formats_of, adapters=adapters))
     inputs, unread = open_inputs(paths, spool, formats_of, ignored, tell)
     if unread and strict and not skips:
-        raise _unreadable(unread[0])
+        finding = (
+            "the entry is a pipe, a device, or a symlink whose target is missing, hidden, ignored"
+            " or outside the directory"
+        )
+        hint = "pass its target too, or remove it"
+        raise InputError("input_file", unread[0], finding, "", hint)
     by_name = {one.name: one for one in inputs}
     if is_auto:
         refuse_unknown_only(named, by_name, adapters)
@@ -125,14 +129,6 @@ def open_log(
     return Opened(logs, [*([] if strict or not is_auto else foreign), *exports, *unread], unused)
 
 
-def _unreadable(name: str) -> InputError:
-    finding = (
-        "the entry is a pipe, a device, or a symlink whose target is missing, hidden, ignored"
-        " or outside the directory"
-    )
-    return InputError("input_file", name, finding, "", "pass its target too, or remove it")
-
-
 def _of_one_format(
     format_name: str,
     inputs: Mapping[str, Input],
@@ -143,7 +139,10 @@ def _of_one_format(
 ) -> tuple[dict[str, list[str]], list[str]]:
     """Return the files of a chosen format by its name; with `skips`, files that are no logs apart."""
     if not skips:
-        _refuse_pickles([log for n, log in inputs.items() if n in named], adapters[format_name])
+        for log in (log for name, log in inputs.items() if name in named):
+            error = log.path.is_file() and pickle_error(log.name, log.path)
+            if error and not adapters[format_name].recognizes(Start(log.path)):
+                raise error
         return {format_name: list(inputs)}, []
     logs = [n for n, log in inputs.items() if n in named or _is_log(log.path, adapters)]
     foreign = [name for name in inputs if logs and name not in logs]
@@ -177,14 +176,6 @@ def _exports_beside_logs(
         if name not in named and inputs[name].path.is_file() and is_export(inputs[name].path)
     ]
     return exports if sum(map(len, names.values())) > len(exports) else []
-
-
-def _refuse_pickles(named: Sequence[Input], adapter: Adapter) -> None:
-    """Reject pickles that the chosen format cannot read, with a clear error."""
-    for log in named:
-        error = log.path.is_file() and pickle_error(log.name, log.path)
-        if error and not adapter.recognizes(Start(log.path)):
-            raise error
 
 
 def refuse_unknown_only(

@@ -7,12 +7,13 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal, Self, TypedDict
 
 from rollout_io import __version__
-from rollout_io.conversion.chunk import Chunk, Settings
-from rollout_io.conversion.inputs import PathLike, digests_of, files_of
+from rollout_io.conversion.chunk import Chunk, Settings, cut
+from rollout_io.conversion.inputs import PathLike, digests_of
 from rollout_io.conversion.joining import Recorded, states_of, with_recorded
 from rollout_io.conversion.opened_logs import AUTO, MAPPED, Log, Opened
 from rollout_io.conversion.remote import holds_copies, shown
@@ -52,24 +53,14 @@ class Plan:
         return len(self.rejected) + sum(len(run.places) for run in self.runs)
 
 
-def plan(
-    items: Iterable[Found], outcomes: Mapping[str, Outcome], group_by: Sequence[str] = ()
-) -> Plan:
-    """Collect the findings of an adapter, and name the runs.
-
-    Runs without a repetition are numbered in order within their instance; with `group_by`, all runs
-    are renumbered. A second run with the same name is rejected, as is an outcome without a run.
-    """
-    (planned,), _ = plan_logs([items], outcomes, group_by)
-    return planned
-
-
 def plan_logs(
     logs: Iterable[Iterable[Found]], outcomes: Mapping[str, Outcome], group_by: Sequence[str] = ()
 ) -> tuple[list[Plan], dict[Key, Outcome]]:
     """Return a plan for each log of a dataset, and the outcomes by run.
 
-    The last plan includes the outcomes without a logged run.
+    Runs without a repetition are numbered in order within their instance; with `group_by`, all runs
+    are renumbered. A second run with the same name is rejected, as is an outcome without a run. The
+    last plan includes the outcomes without a logged run.
     """
     plans, first = [], dict[str, Run]()
     for items in logs:
@@ -108,28 +99,9 @@ def refuse_nothing(plans: Sequence[Plan], inputs: Sequence[Input]) -> None:
         raise InputError("no_calls", where, "the log contains no calls", "", hint)
 
 
-def size_of(inputs: Iterable[Input]) -> int:
-    """Return the number of bytes of these logs."""
-    return sum(file.stat().st_size for log in inputs for file in files_of(log))
-
-
 def chunk_size(num_bytes: int) -> int:
     """Return the number of bytes per chunk, which does not depend on the number of workers."""
     return min(max(num_bytes // _NUM_CHUNKS, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
-
-
-def chunks(runs: Sequence[Run], chunk_bytes: int) -> Iterator[list[Run]]:
-    """Cut consecutive runs into non-empty chunks of about `chunk_bytes` of records."""
-    chunk: list[Run] = []
-    num_bytes = 0
-    for run in runs:
-        if chunk and num_bytes + run.num_bytes > chunk_bytes:
-            yield chunk
-            chunk, num_bytes = [], 0
-        chunk.append(run)
-        num_bytes += run.num_bytes
-    if chunk:
-        yield chunk
 
 
 def _regrouped(
@@ -153,17 +125,12 @@ def _regrouped(
 
 def _number(runs: Sequence[Run]) -> None:
     """Assign free repetition numbers, in order, to the runs that have none."""
-    taken: defaultdict[str, set[int]] = defaultdict(set)
-    for run in runs:
-        if run.repetition_id is not None:
-            taken[run.instance_id].add(run.repetition_id)
-    following: defaultdict[str, int] = defaultdict(int)
+    taken = {(run.instance_id, run.repetition_id) for run in runs}
+    following: defaultdict[str, Iterator[int]] = defaultdict(count)
     for run in runs:
         if run.repetition_id is None:
-            number = following[run.instance_id]
-            while number in taken[run.instance_id]:
-                number += 1
-            run.repetition_id, following[run.instance_id] = number, number + 1
+            numbers = following[run.instance_id]
+            run.repetition_id = next(n for n in numbers if (run.instance_id, n) not in taken)
 
 
 def _unique(runs: Iterable[Run], first: dict[str, Run], rejected: list[Rejected]) -> Iterator[Run]:
@@ -195,7 +162,7 @@ def chunks_of(
 ) -> tuple[Part, list[Chunk]]:
     """Cut the runs into chunks; also return the part of the dataset that all have in common."""
     parts = [
-        (i, runs) for i, planned in enumerate(plans) for runs in chunks(planned.runs, chunk_bytes)
+        (i, runs) for i, planned in enumerate(plans) for runs in cut(planned.runs, chunk_bytes)
     ]
     every = (run for _, runs in parts for run in runs)
     facts = [[run.instance_id, run.repetition_id, run.num_bytes] for run in every]
@@ -301,7 +268,6 @@ def settings_of(
     All settings share the metadata of the dataset. Its history names each format; the fingerprint
     of the chat template is None if it differs between formats.
     """
-    refuse_misfits(choices, logs)
     pairs = [
         retokenizer_of(
             choices.tokenizer,
@@ -398,7 +364,7 @@ def _tokenizer_files(choices: Choices) -> list[Input]:
     """Return the tokenizer's files, without model weights, and the chat template's file."""
     tokenizer = None if choices.tokenizer is None else tokenizer_directory(choices.tokenizer)
     named = [Path(name) for name in (tokenizer, choices.chat_template) if name]
-    tokenizers = [file for path in named for file in ([path] if path.is_file() else path.glob("*"))]
+    files = [file for path in named for file in ([path] if path.is_file() else path.glob("*"))]
     weights = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack"}
-    files = [file for file in sorted(tokenizers) if file.is_file()]
-    return [Input(file.name, file) for file in files if file.suffix not in weights]
+    used = (file for file in sorted(files) if file.is_file() and file.suffix not in weights)
+    return [Input(file.name, file) for file in used]

@@ -115,33 +115,20 @@ def reasons(rejected: Iterable[Rejected]) -> list[Reason]:
     Those that reject the most records, with the rest of the runs, come first, and errors caused by
     other errors last. `first` is the error at the first file and line.
     """
-    sentences: dict[tuple[str, str | None], list[str]] = {}
-    for _, error, _ in rejected:
-        sentences.setdefault((error.rule, error.hint), []).append(error.sentence)
-    return _ordered(
-        {
-            "rule": rule,
-            "num_records": len(texts),
-            "first": min(texts, key=natural_key),
-            "hint": hint,
-        }
-        for (rule, hint), texts in sentences.items()
+    errors = (one.error for one in rejected)
+    return merged(
+        [{"rule": e.rule, "num_records": 1, "first": e.sentence, "hint": e.hint} for e in errors]
     )
 
 
-def merged(ours: Iterable[Reason], theirs: Iterable[Reason]) -> list[Reason]:
-    """Combine the reasons from two parts of the logs, the most frequent first."""
-    combined: dict[tuple[str, str | None], Reason] = {}
-    for reason in (*ours, *theirs):
+def merged(reasons: Iterable[Reason]) -> list[Reason]:
+    """Combine the reasons from several parts of the logs, the most frequent first."""
+    combined, weights = dict[tuple[str, str | None], Reason](), Counter[str | None]()
+    for reason in reasons:
         key = reason["rule"], reason["hint"]
         total = combined.setdefault(key, {**reason, "num_records": 0})
         total["num_records"] += reason["num_records"]
         total["first"] = min(total["first"], reason["first"], key=natural_key)
-    return _ordered(combined.values())
-
-
-def _ordered(reasons: Iterable[Reason]) -> list[Reason]:
-    weights, listed = Counter[str | None](), list(reasons)
-    for reason in listed:
         weights[reason["hint"]] += reason["num_records"]
-    return sorted(listed, key=lambda r: (r["rule"] == INCOMPLETE, -weights[r["hint"]]))
+    ordered = combined.values()
+    return sorted(ordered, key=lambda r: (r["rule"] == INCOMPLETE, -weights[r["hint"]]))

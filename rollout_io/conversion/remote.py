@@ -52,9 +52,7 @@ def copy_directory(url: str, spool: Path, ignored: Collection[str] = ()) -> Path
                     local.writelines(_blocks(location, path, url))
             except (FileExistsError, NotADirectoryError) as error:
                 where = f"{shown(url).rstrip('/')}/{name}"  # such as `a//b` beside `a/b`
-                finding = (
-                    "another object would have the same path in the local copy of the directory"
-                )
+                finding = "another object would have the same path in the local copy"
                 hint = "rename one of the two, or pass their URLs one by one"
                 raise InputError("input_file", where, finding, "", hint) from error
     return copy
@@ -64,9 +62,8 @@ def _inside(location: Location, ignored: Collection[str]) -> list[str]:
     """Return the ignored paths that are inside a remote directory."""
     locations = [Location.of(path) for path in ignored if is_url(path)]
     if location.is_local:  # file://
-        locations += [
-            Location(location.fs, str(Path(p).absolute())) for p in ignored if not is_url(p)
-        ]
+        paths = [str(Path(path).absolute()) for path in ignored if not is_url(path)]
+        locations += [Location(location.fs, path) for path in paths]
     top = f"{location.path.rstrip('/')}/"
     return [o.path for o in locations if o.fs == location.fs and o.path.startswith(top)]
 

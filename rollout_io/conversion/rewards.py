@@ -78,7 +78,11 @@ def read_rewards(name: str | Path, path: Path | None = None) -> dict[str, Outcom
         for line in read_lines(file):
             where = f"{name}:{line.number}"
             try:
-                session, outcome = _parse(_decode(decoder, line.content, where), where)
+                if without_lone_surrogates(line.content) != line.content:
+                    finding = "a lone surrogate (half of a character), which no name of a run has"
+                    hint = "write the name of the run as it is in the log"
+                    raise InputError("json_line", where, finding, "", hint)
+                session, outcome = _parse(decode_line(decoder, line.content, where), where)
                 if session in outcomes:
                     raise second_line(session, outcomes[session], outcome)
                 outcomes[session] = outcome
@@ -87,16 +91,6 @@ def read_rewards(name: str | Path, path: Path | None = None) -> dict[str, Outcom
     if errors:
         raise_first(errors)
     return outcomes
-
-
-def _decode(
-    decoder: msgspec.json.Decoder[dict[str, Any]], content: bytes, where: str
-) -> dict[str, Any]:
-    if without_lone_surrogates(content) != content:
-        finding = "a lone surrogate (half of a character), which no name of a run has"
-        hint = "write the name of the run as it is in the log"
-        raise InputError("json_line", where, finding, "", hint)
-    return decode_line(decoder, content, where)
 
 
 def second_line(session: str, first: Outcome, second: Outcome) -> InputError:
@@ -127,13 +121,10 @@ def _parse(record: dict[str, Any], where: str) -> tuple[str, Outcome]:
     others = {name: value for name, value in record.items() if name not in names}
     clash = sorted(k for k in others if k in {*RESERVED_NAMES, ""} or "\0" in k)
     if clash:
-        finding = "a key is empty"
-        if "\0" in clash[0]:
-            finding = (
-                f"the key {clash[0]!r} contains a NUL character, which no column name may have"
-            )
-        elif clash[0]:
-            finding = f"the key {clash[0]!r} is the name of a column of the rollout table"
+        why = "contains a NUL character, which no column name may have"
+        if "\0" not in clash[0]:
+            why = "is the name of a column of the rollout table"
+        finding = f"the key {clash[0]!r} {why}" if clash[0] else "a key is empty"
         raise InputError(_RULE, where, finding, "", "rename the key")
     metrics = {k: _number(k, v, where) for k, v in others.items() if isinstance(v, int | float)}
     texts = {k: _text(v) for k, v in others.items() if k not in metrics and v is not None}
@@ -148,14 +139,13 @@ def _parse(record: dict[str, Any], where: str) -> tuple[str, Outcome]:
 
 
 def _session(fields: _Fields, where: str) -> str:
-    if fields.session is None and (fields.instance_id is None or fields.repetition_id is None):
+    session, named = fields.session, (fields.instance_id, fields.repetition_id)
+    if session is None and None in named:
         finding = "the line has neither `session` nor `instance_id` and `repetition_id`"
         hint = 'name the trajectory: {"session": "shop-1/0", "reward": 1.0}'
         raise InputError(_RULE, where, finding, "", hint)
-    session = fields.session
     if session is None:
         session = f"{fields.instance_id}/{fields.repetition_id}"
-    named = (fields.instance_id, fields.repetition_id)
     if named == (None, None):
         return session
     key = split_session(session, where)
@@ -261,7 +251,10 @@ def by_run(
         else:
             unmatched.append((session, outcome))
     unresolved: list[tuple[str, Outcome, list[Key]]] = []
-    by_name = _short_names(keys) if unmatched else {}
+    by_name: defaultdict[str, list[Key]] = defaultdict(list)
+    for key in keys if unmatched else ():
+        by_name[key[0]].append(key)
+        by_name[f"{key[0]}_{key[1]}"].append(key)
     for session, outcome in unmatched:
         key = full_name(session)
         fits = [] if outcome.is_exact else by_name.get(session, [])
@@ -276,15 +269,6 @@ def by_run(
     return by_key, list(_rejected(unresolved, keys))
 
 
-def _short_names(keys: Iterable[Key]) -> dict[str, list[Key]]:
-    """Map each instance id to its runs, and each trajectory id to its run."""
-    by_name: defaultdict[str, list[Key]] = defaultdict(list)
-    for key in keys:
-        by_name[key[0]].append(key)
-        by_name[f"{key[0]}_{key[1]}"].append(key)
-    return by_name
-
-
 def _rejected(
     unresolved: Sequence[tuple[str, Outcome, list[Key]]], keys: Iterable[Key]
 ) -> Iterator[Rejected]:
@@ -295,9 +279,7 @@ def _rejected(
     for session, outcome, fits in unresolved:
         where, finding = outcome.where, f"session {session!r}"
         if fits:
-            names = ", ".join(map(_session_name, fits[:_SHOWN])) + (
-                ", ..." if fits[_SHOWN:] else ""
-            )
+            names = ", ".join([*map(_session_name, fits[:_SHOWN]), *["..."] * bool(fits[_SHOWN:])])
             finding += f" matches {count(len(fits), 'run')}: {names}"
             hint = "give the full name of the run"
             error = InputError("session_name", where, finding, "", hint)

@@ -93,10 +93,9 @@ def table_of(batch: Sequence[Settled]) -> pa.Table:
     kinds = {name: value.type for step in rows.steps for name, value in step.columns.items()}
     for name, kind in kinds.items():
         if name in columns:
+            where, hint = rows.steps[0].source, "rename it in the rewards"
             finding = f"the log and the rewards both give a column {name!r}"
-            raise InputError(
-                "free_name", rows.steps[0].source, finding, hint="rename it in the rewards"
-            )
+            raise InputError("free_name", where, finding, hint=hint)
         values = [step.columns.get(name) for step in rows.steps]
         columns[name] = pa.array([None if v is None else v.as_py() for v in values], kind)
     fields = [
@@ -196,9 +195,8 @@ def _routes(rows: _Rows, _: pa.DataType) -> pa.Array | None:
     routes = [step.rollout_expert_indices for step in rows.steps]
     shapes = {route.shape[1:] for route in routes if route is not None}
     if len(shapes) > 1:
-        raise ValueError(
-            f"the calls have different routing: {sorted(shapes)} (layers, experts per token)"
-        )
+        shown = f"{sorted(shapes)} (layers, experts per token)"
+        raise ValueError(f"the calls have different routing: {shown}")
     return routing_array(routes, *shapes.pop()) if shapes else None
 
 

@@ -93,7 +93,7 @@ class Summary:
         """Add rejected records."""
         self.num_rejected += len(rejected)
         self.num_duplicates += sum(r.error.rule in rejections.DUPLICATES for r in rejected)
-        self.reasons = rejections.merged(self.reasons, rejections.reasons(rejected))
+        self.reasons = rejections.merged([*self.reasons, *rejections.reasons(rejected)])
 
     def add(
         self,
@@ -130,7 +130,7 @@ class Summary:
         for f in fields(self):
             ours, theirs = getattr(self, f.name), getattr(other, f.name)
             if f.name == "reasons":
-                self.reasons = rejections.merged(ours, theirs)
+                self.reasons = rejections.merged([*ours, *theirs])
             elif f.name == "notes":
                 self.notes = added(ours, theirs)
             else:
@@ -182,10 +182,10 @@ class Summary:
         """Return a warning about content that is not read; None if there is none."""
         if not self.unread:
             return None
-        hint = "".join(
-            f". {name} looks like a task label: move it to the top level of the line as `task_id`"
-            for name in [*filter(_is_label, self.unread)][:1]
-        )
+        keys = (name for name in self.unread if name.startswith("messages"))
+        label = next((name for name in keys if is_like_label(name.rpartition(".")[2])), None)
+        advice = "looks like a task label: move it to the top level of the line as `task_id`"
+        hint = f". {label} {advice}" if label else ""
         return (
             f"content that is neither read nor left out on purpose: {named_counts(self.unread)}. "
             f"The model may have seen it. --strict rejects such runs{hint}"
@@ -286,11 +286,6 @@ class Summary:
 
 def _line(number: int, noun: str, text: str) -> list[str]:
     return [f"{_num(number, noun)}{text}"] if number else []
-
-
-def _is_label(unread: str) -> bool:
-    """True for the name of a key of messages that looks like a label of the task."""
-    return unread.startswith("messages") and is_like_label(unread.rpartition(".")[2])
 
 
 def named_counts(counts: Mapping[str, int]) -> str:

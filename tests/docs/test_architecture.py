@@ -146,17 +146,17 @@ def test_the_sessions_of_the_page_go_back_and_are_compacted_in_few_lines(tmp_pat
 def invariant(monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of the page's rule, added as the page says."""
     source = [
-        "rule = " + block("python", "Rule("),
+        "rules = {" + block("python", '"policy_version_nonnegative": (') + "}",
         block("python", "def check_policy_version"),
-        block("python", "def _negative_version"),
-        "entry = {" + block("python", '"policy_version_nonnegative"') + "}",
+        "row_check = " + re.findall(r"`(\(check_policy_version.*)`", PAGE)[0],
+        "entry = {" + block("python", '"policy_version_nonnegative": in') + "}",
     ]
-    names: dict[str, Any] = vars(row_checks) | vars(breakers) | {"Rule": Rule}
+    names: dict[str, Any] = vars(row_checks) | vars(breakers)
     exec("\n".join(source), names)
-    rule = names["rule"].name
-    monkeypatch.setitem(RULES, rule, names["rule"])
+    ((rule, (meaning, hint)),) = names["rules"].items()
+    monkeypatch.setitem(RULES, rule, Rule(name=rule, meaning=meaning, hint=hint))
     monkeypatch.setitem(breakers.BREAKERS, rule, names["entry"][rule])
-    extended = (*row_checks.ROW_CHECKS, names["check_policy_version"])
+    extended = (*row_checks.ROW_CHECKS, names["row_check"])
     monkeypatch.setattr("schemas.checker.ROW_CHECKS", extended)
     return rule
 

@@ -13,7 +13,7 @@ import rollout_io
 from rollout_io.conversion.driver import Conversion, Keywords, convert
 from rollout_io.conversion.inputs import open_inputs
 from rollout_io.conversion.opened_logs import Log, Opened
-from rollout_io.conversion.plan import Plan, plan
+from rollout_io.conversion.plan import Plan, plan_logs
 from rollout_io.formats.base import (
     UNREAD,
     Adapter,
@@ -48,7 +48,8 @@ def planned(adapter: Adapter, *paths: Path, **choices: Any) -> Plan:
     """The runs that an adapter finds, numbered, and the records that it rejects."""
     inputs = [Input(str(path), path) for path in paths]
     close_files()  # as a conversion does
-    return plan(adapter.find(inputs, lambda _: None), {}, **choices)
+    (planned,), _ = plan_logs([adapter.find(inputs, lambda _: None)], {}, **choices)
+    return planned
 
 
 @dataclass(kw_only=True)

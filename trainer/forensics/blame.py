@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +90,7 @@ def attribute(
     run: str | Path | None = None,
     places: Mapping[str, str] | None = None,
 ) -> Blame:
-    """Attribute a reconstructed update to its rows; see `blame`.
-
-    Raises:
-        RolloutError: See `blame`.
-    """
+    """Attribute a reconstructed update to its rows; see `blame`, also for the errors."""
     step, training = reconstruction.step, reconstruction.run
     origins = step.batch.origins
     assert origins is not None  # `reconstruct` records all tokens
@@ -104,11 +101,7 @@ def attribute(
     token_shares = update.products(total) / max(square, 1e-300)
     rows = _rows(update, origins, norms, token_shares)
     named, dataset = str(run or reconstruction.recorded.path), training.config.data.dataset
-    keys: dict[str, str | int] = {
-        "run": named,
-        "global_step": reconstruction.update,
-        "dataset": dataset,
-    }
+    keys = {"run": named, "global_step": reconstruction.update, "dataset": dataset}
     return Blame(
         run=named,
         places=dict(places or {}),
@@ -179,7 +172,7 @@ def _shares(
     origins: Origins,
     token_shares: Values,
     rows: pl.DataFrame,
-    keys: Mapping[str, str | int],
+    keys: Mapping[str, Any],
 ) -> pl.DataFrame:
     """Build the table of shares, with one row for each stored row that the update trained on.
 
@@ -205,8 +198,8 @@ def _shares(
     np.minimum.at(sequence, record, rank[update.batch.responses.row_of(slots)])
     table = records.with_columns(
         *(pl.lit(value).alias(name) for name, value in keys.items()),
-        pl.Series("share", np.bincount(record, token_shares[slots], len(used))),
-        pl.Series("token_shares", lists),
+        share=np.bincount(record, token_shares[slots], len(used)),
+        token_shares=pl.Series(lists),
     )
     return (
         table.select(*SHARES)
@@ -343,7 +336,9 @@ def describe(row: dict[str, Any], rows: pl.DataFrame) -> str:
     trait = row["trait"]
     name = "gradient_norm" if trait == "share" else trait
     makes = f"it accounts for {100 * row['share']:.0f} % of the gradient"
-    times = _times(abs(row[name]), rows[name].abs())
+    value, middle = abs(row[name]), float(rows[name].abs().median() or 0.0)  # type: ignore[arg-type]
+    ratio = value / middle if middle > 0 else inf
+    times = f"{ratio:.{int(ratio < 9.5)}f} times" if middle > 0 else "far above"
     if trait == "share":
         return f"{makes}, with {times} the median norm"
     return f"{TRAITS[trait].format(value=row[name], times=times)}, and {makes}"
@@ -358,67 +353,51 @@ TRAITS = {
 }
 
 
-def _times(value: float, values: pl.Series) -> str:
-    middle = float(values.median() or 0.0)  # type: ignore[arg-type]
-    if middle <= 0:
-        return "far above"
-    ratio = value / middle
-    return f"{ratio:.0f} times" if ratio >= 9.5 else f"{ratio:.1f} times"
+NUMBERS = {
+    "num_targets": ("tokens", "{:,}"),
+    "advantage": ("advantage", "{:+.2f}"),
+    "share": ("share", "{:.1%}"),
+    "gradient_norm": ("norm", "{:.2g}"),
+    "surprise": ("surprise", "{:.2f}"),
+    "mismatch": ("mismatch", "{:.2g}"),
+    "score": ("score", "{:.1f}"),
+}
+"""Title and format of the numbers of a row on the screen."""
 
 
 def screen(result: Blame, limit: int) -> str:
     """Format the result for the terminal."""
     norm, most = f"{result.gradient_norm:.3g}", result.max_grad_norm
     norm += f", clipped to {most:g}" if result.gradient_norm > most else ""
-    num_rows, num_groups = len(result.rows), len(result.groups)
-    counts = [
-        count(num_rows, "row"),
-        count(num_groups, "group"),
-        count(result.num_targets, "trained token"),
-    ]
+    sizes = {"row": len(result.rows), "group": len(result.groups)}
+    sizes["trained token"] = result.num_targets
+    counts = ", ".join(count(number, noun) for noun, number in sizes.items())
+    formats = NUMBERS
+    if result.rows["mismatch"].is_nan().all():
+        formats = {name: NUMBERS[name] for name in NUMBERS if name != "mismatch"}
+    titles = (title for title, _ in formats.values())
+    rows = bare_table("", "row", *titles, left={"row"}, folds={"row"})
+    for number, row in enumerate(result.rows.head(limit).iter_rows(named=True), start=1):
+        numbers = [text.format(row[name]) for name, (_, text) in formats.items()]
+        style = "red" if row["score"] >= STANDS_OUT else ""
+        rows.add_row(str(number), printable(row["row"]), *numbers, style=style)
     parts: list[RenderableType] = [
-        Text(printable(f"{result.run}, update {result.update}: {', '.join(counts)}")),
+        Text(printable(f"{result.run}, update {result.update}: {counts}")),
         Text(f"norm of the gradient: {norm}"),
         Text(),
         Text(printable(finding(result)), style="bold"),
-        *section("Rows", _row_table(result, limit)),
+        *section("Rows", rows),
     ]
-    if len(result.trajectories) < num_rows:
+    num_trajectories = len(result.trajectories)
+    if num_trajectories < len(result.rows):
         parts += section("Trajectories", _unit_table(result.trajectories, "trajectory"))
-    if 1 < num_groups < len(result.trajectories):
+    if 1 < len(result.groups) < num_trajectories:
         parts += section("Groups", _unit_table(result.groups, "group"))
     return drawn(parts)
 
 
-def _row_table(result: Blame, limit: int) -> Table:
-    formats = {
-        "num_targets": ("tokens", "{:,}"),
-        "advantage": ("advantage", "{:+.2f}"),
-        "share": ("share", "{:.1%}"),
-        "gradient_norm": ("norm", "{:.2g}"),
-        "surprise": ("surprise", "{:.2f}"),
-        "mismatch": ("mismatch", "{:.2g}"),
-        "score": ("score", "{:.1f}"),
-    }
-    if result.rows["mismatch"].is_nan().all():
-        del formats["mismatch"]
-    table = bare_table()
-    table.add_column("", justify="right")
-    table.add_column("row", overflow="fold")
-    for title, _ in formats.values():
-        table.add_column(title, justify="right", no_wrap=True)
-    for number, row in enumerate(result.rows.head(limit).iter_rows(named=True), start=1):
-        numbers = [text.format(row[name]) for name, (_, text) in formats.items()]
-        style = "red" if row["score"] >= STANDS_OUT else ""
-        table.add_row(str(number), printable(row["row"]), *numbers, style=style)
-    return table
-
-
 def _unit_table(units: pl.DataFrame, title: str) -> Table:
-    table = bare_table()
-    table.add_column(title, overflow="fold")
-    for name in ("rows", "share"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = bare_table(title, "rows", "share", left={title}, folds={title})
     for name, num_rows, share in units.head(NUM_UNITS).iter_rows():
         table.add_row(printable(name), f"{num_rows:,}", f"{share:.1%}")
     return table

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from pipelines.view.run_files import changed_rows, metric_lines, recorded_rows
 from rollout_io.configuration import build, checked_values, flat, with_options
 from schemas.errors import ConfigError, InputError, count
+from trainer.batch import Batch
 from trainer.config.sections import BatchConfig
 from trainer.config.train_config import TrainConfig
 from trainer.rl.config import TABLES
@@ -195,6 +196,7 @@ class Reconstruction:
     run: Run
     progress: Progress  # before the update; `progress.global_step` is `update` - 1
     step: Step  # the mini-batch
+    prepared: tuple[Run, Batch] | None  # what `at_batch` returned
 
 
 def reconstruct(
@@ -202,7 +204,7 @@ def reconstruct(
     update: int,
     *,
     places: Mapping[str, str] | None = None,
-    at_batch: Callable[[Run, Step], None] | None = None,
+    at_batch: Callable[[Run, Step], tuple[Run, Batch]] | None = None,
     passes: Passes = UNWATCHED,
 ) -> Reconstruction:
     """Restore a run to the state just before one of its optimizer steps.
@@ -241,6 +243,7 @@ def reconstruct(
     forwarded: list[Forwarded] = []
     set_threads(start_of(recorded.path, done + 1))
     progress: Progress | None = None
+    prepared: tuple[Run, Batch] | None = None
     while True:
         part = follow(progress)
         progress, begun = part.progress, None
@@ -249,7 +252,7 @@ def reconstruct(
             num_before = target - progress.num_mini_batches
             # The batch of the update begins: its advantages follow from the policy as it is now.
             if at_batch and begun is not step.batch and num_before < step.num_left:
-                at_batch(part, step)
+                prepared = at_batch(part, step)
             begun = step.batch
             if not num_before:
                 refuse_changed(recorded, part.config.data.dataset, update)
@@ -262,6 +265,7 @@ def reconstruct(
                     run=part,
                     progress=progress,
                     step=step,
+                    prepared=prepared,
                 )
             line = recorded.lines[progress.num_mini_batches]
             if recorded.num_iterations and not line.get("skipped"):

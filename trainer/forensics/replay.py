@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,10 +26,11 @@ from trainer.forensics.reconstruct import (
     reconstruct,
 )
 from trainer.forensics.replay_changes import (
-    ChangedBatch,
     apply_settings,
     changed_config,
+    prepared,
     split_settings,
+    with_batch,
     without_rows,
 )
 from trainer.forensics.replay_comparison import (
@@ -110,15 +112,14 @@ def replay(
     recorded = read_recorded(path, places)
     recorded.index_of(update)
     changed_config(recorded.config, settings)
-    batch = ChangedBatch(settings=settings) if settings else None
+    at_batch = partial(prepared, settings=settings) if settings else None
     with naming_damaged(recorded, update):
         start = recorded.checkpoint_before(update, between_batches=bool(settings))
         num_made = load_progress(start / "state").global_step if start else 0
     with Bar(update, "updates", f"replaying update {update}", done=num_made) as bar:
         passes = Forwarding(bar, num_planned=update, num_made=num_made)
         with ticking(passes):
-            prepare = batch.prepare if batch else None
-            before = reconstruct(path, update, places=places, at_batch=prepare, passes=passes)
+            before = reconstruct(path, update, places=places, at_batch=at_batch, passes=passes)
             is_changed = bool(settings or without)
             first = _paused(before.run) if is_changed else before.run
             # clip_cov draws the same numbers in both updates.
@@ -128,8 +129,10 @@ def replay(
             run_after, changed = before.run, None
             if is_changed:
                 step = before.step
-                if batch:
-                    run_after, step = batch.of(run_after, step)
+                if before.prepared is not None:
+                    changed_run, batch = before.prepared
+                    run_after = dataclasses.replace(changed_run, progress=run_after.progress)
+                    step = with_batch(before.run, step, batch)
                 step = without_rows(run_after, step, without) if without else step
                 apply_settings(run_after, before.progress.global_step)
                 changed = as_recorded(make_update(run_after, step, before.progress, passes).metrics)
@@ -193,7 +196,7 @@ def _compared(
     The weights and the state after the update are compared too, unless changes are made to it.
     """
     recorded, update, run = before.recorded, before.update, before.run
-    is_loop, comparison = recorded.num_iterations is not None, Comparison()
+    is_loop, comparison = recorded.num_iterations is not None, Comparison(run, update)
     for one in before.forwarded:
         comparison.metrics(one.recorded, one.metrics, is_loop=is_loop)
     replayed = iteration_of(recorded, run) | result.metrics
@@ -203,21 +206,21 @@ def _compared(
         on_the_way = count(len(before.forwarded), "update")
         compared.append(f"the metrics of {on_the_way} before it")
     if token_record_path(recorded.path, update).is_file():
-        comparison.tokens(recorded.path, update, result.tokens)
+        comparison.tokens(recorded.path, result.tokens)
         compared.append("the recorded tokens")
     folder = checkpoint_path(recorded.path, update)
     if folder.is_dir() and not is_changed:
-        comparison.weights(folder, run, update)
+        comparison.weights(folder)
         compared.append(f"the weights of {folder}")
         if run.critic is not None:
-            comparison.critic(folder / "critic", run, update)
+            comparison.critic(folder / "critic")
             compared.append("its critic")
         if (folder / "state").is_dir():
-            comparison.state(folder / "state", run, result.progress, update)
+            comparison.state(folder / "state", result.progress)
             compared.append("its optimizers and position")
     version = recorded.path / "weights" / f"version_{run.first_batch + 1}"
     if is_loop and before.step.num_left == 1 and version.is_dir() and not is_changed:
-        comparison.weights(version, run, update)
+        comparison.weights(version)
         compared.append(f"the weights of {version}")
     return compared, comparison.differences
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,12 +23,7 @@ from trainer.models.lora import WithoutAdapter
 from trainer.run.metrics import batch_metrics
 from trainer.run.open_run import load_reference, open_run
 from trainer.run.run import Run
-from trainer.update import (
-    Step,
-    read_groups,
-    ready_batch,
-    set_rates,
-)
+from trainer.update import Step, read_groups, ready_batch, set_rates
 
 MAY_CHANGE = (
     {f"loss.{key}" for key in LossConfig.__dataclass_fields__}
@@ -76,41 +70,26 @@ def changed_config(config: TrainConfig, settings: Sequence[str]) -> TrainConfig:
     return build(TrainConfig, values)
 
 
-@dataclass(kw_only=True)
-class ChangedBatch:
-    """The batch of an update, made ready with different settings (`key=value`).
+def prepared(run: Run, step: Step, settings: Sequence[str]) -> tuple[Run, Batch]:
+    """Return a run with different settings (`key=value`), and the batch of a step made ready with them.
 
-    `prepare` must be called when the run is at the start of the batch.
+    Advantages, old and reference log-probabilities, and values are computed again: the run must be at
+    the start of the batch.
     """
+    changed = changed_run(run, changed_config(run.config, settings))
+    position, coef = step.before, changed.config.loss.kl_reward_coef
+    if coef != run.config.loss.kl_reward_coef:
+        position = dataclasses.replace(position, kl_coef=coef)
+    groups = step.batch.groups
+    return changed, ready_batch(changed, groups, position, *read_groups(changed, groups))
 
-    settings: Sequence[str]
-    run: Run | None = None  # with these settings; None before `prepare`
-    batch: Batch | None = field(default=None, repr=False)
 
-    def prepare(self, run: Run, step: Step) -> None:
-        """Recompute the batch: advantages, old and reference log-probabilities, and values."""
-        changed = changed_run(run, changed_config(run.config, self.settings))
-        position = step.before
-        if changed.config.loss.kl_reward_coef != run.config.loss.kl_reward_coef:
-            position = dataclasses.replace(position, kl_coef=changed.config.loss.kl_reward_coef)
-        groups = step.batch.groups
-        self.run = changed
-        rows, stored = read_groups(changed, groups)
-        self.batch = ready_batch(changed, groups, position, rows, stored)
-
-    def of(self, run: Run, step: Step) -> tuple[Run, Step]:
-        """Return the run and the mini-batch to train with these settings."""
-        assert self.run is not None
-        assert self.batch is not None
-        before, after = (
-            batch.mini_batches[step.number].metrics for batch in (step.batch, self.batch)
-        )
-        others = {name: value for name, value in step.metrics.items() if name not in before}
-        trained_groups = groups_with_gradient(run.accelerator, self.batch) & _groups_of(run, step)
-        step = dataclasses.replace(
-            step, batch=self.batch, trained_groups=trained_groups, metrics=after | others
-        )
-        return dataclasses.replace(self.run, progress=run.progress), step
+def with_batch(run: Run, step: Step, batch: Batch) -> Step:
+    """Return a mini-batch with the rows of a `prepared` batch."""
+    before, after = (one.mini_batches[step.number].metrics for one in (step.batch, batch))
+    others = {name: value for name, value in step.metrics.items() if name not in before}
+    groups = groups_with_gradient(run.accelerator, batch) & _groups_of(run, step)
+    return dataclasses.replace(step, batch=batch, trained_groups=groups, metrics=after | others)
 
 
 def apply_settings(run: Run, global_step: int) -> None:
@@ -235,16 +214,10 @@ def _chosen(run: Run, origins: Origins, without: Sequence[str], used: BoolArray)
 
 def _metrics_without(run: Run, step: Step, batch: Batch) -> dict[str, Any]:
     """Recompute the mini-batch's counts and means without trajectories that have no rows left."""
-    before = step.batch
-    inside = before.mini_batch == step.number
-    remain = batch.trajectory[batch.mini_batch == step.number]
-    lost = np.setdiff1d(before.trajectory[inside], remain).tolist()
-    trajectories = run.plan.trajectories.filter(
-        pl.col("instance_id").is_in(list(step.batch.groups))
-    )
-    ids = trajectories["trajectory_id"].sort().to_list()  # as `Batch.trajectory` numbers them
-    names = [ids[number] for number in lost]
-    others = run.plan.trajectories.filter(~pl.col("trajectory_id").is_in(names))
+    before, after = (one.trajectory[one.mini_batch == step.number] for one in (step.batch, batch))
+    groups, every = step.batch.groups, run.plan.trajectories
+    ids = every.filter(pl.col("instance_id").is_in(list(groups)))["trajectory_id"].sort()
+    lost = ids[np.setdiff1d(before, after)]  # as `Batch.trajectory` numbers them
+    others = every.filter(~pl.col("trajectory_id").is_in(lost.implode()))
     plan = dataclasses.replace(run.plan, trajectories=others)
-    counted = batch_metrics(run.accelerator, plan, batch, step.batch.groups)
-    return counted[step.number]
+    return batch_metrics(run.accelerator, plan, batch, groups)[step.number]

@@ -6,8 +6,9 @@ import json
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +36,8 @@ SAMPLED = frozenset({"num_dropped_groups", *LOOP_METRICS} - {"iteration"}) - TIM
 """Metrics of `rollouts rl` about sampling, which an update does not compute."""
 ENVIRONMENT = "environment/"
 KEYS = ("trajectory_id", "step_index")
+PROGRESS = ("global_step", "num_skipped", "trained_groups", "batch", "mini_batch", "kl_coef")
+"""Fields of the progress and of its position that are compared."""
 
 Bits = npt.NDArray[Any]
 Part = Literal["metrics", "tokens", "weights", "optimizer", "progress"]
@@ -92,11 +95,13 @@ def compared_metrics(line: Iterable[str], *, is_loop: bool) -> list[str]:
     return list(names)
 
 
+@dataclass(slots=True)
 class Comparison:
-    """Compares a replayed run with its records bit for bit, and collects what differs, in order."""
+    """Compares a run after a replayed update with its records bit for bit, and collects what differs."""
 
-    def __init__(self) -> None:
-        self.differences: list[Difference] = []
+    run: Run
+    update: int
+    differences: list[Difference] = field(default_factory=list)
 
     def metrics(
         self, line: Mapping[str, Any], metrics: Mapping[str, Any], *, is_loop: bool
@@ -106,20 +111,15 @@ class Comparison:
         for name in compared_metrics(dict.fromkeys((*line, *replayed)), is_loop=is_loop):
             then, now = line.get(name), replayed.get(name)
             if then != now or (name in line) != (name in replayed):
-                self._add("metrics", name, line["global_step"], then, now)
+                self._add("metrics", name, then, now, update=line["global_step"])
 
-    def tokens(self, run: Path, update: int, tokens: pa.Table | None) -> None:
-        """Compare an update's token records with the run's token records, column by column.
-
-        Args:
-            run: Directory of the run.
-            update: Number of the update.
-            tokens: Records of all rows of the replayed update.
+    def tokens(self, folder: Path, tokens: pa.Table | None) -> None:
+        """Compare the token records of all rows with those in a run's directory, column by column.
 
         Raises:
             InputError: `readable_file`: the file of the run is damaged.
         """
-        recorded = read_tokens(run, update).drop("global_step", "dataset", strict=False)
+        recorded = read_tokens(folder, self.update).drop("global_step", "dataset", strict=False)
         empty = pl.DataFrame(schema=recorded.schema)
         replayed = empty if tokens is None else pl.DataFrame(pl.from_arrow(tokens))
         keys = recorded.select(KEYS)
@@ -129,75 +129,61 @@ class Comparison:
             values = pl.col(name) if is_list else pl.concat_list(name)
             then, now = (table.select(values).to_series() for table in (recorded, replayed))
             if not then.list.len().equals(now.list.len()):
-                self._add("tokens", name, update, "lists", "lists of other lengths")
+                self._add("tokens", name, "lists", "lists of other lengths")
                 continue
             ends = then.list.len().fill_null(0).cast(pl.Int64).cum_sum().to_numpy()
-            before, after = (
-                _numbers(column.drop_nulls().explode(empty_as_null=False)) for column in (then, now)
-            )
-            self._arrays("tokens", name, update, before, after, partial(_token, keys, ends))
+            before, after = (one.drop_nulls().explode(empty_as_null=False) for one in (then, now))
+            place = partial(_token, keys, ends)
+            self._arrays("tokens", name, _numbers(before), _numbers(after), place)
 
-    def weights(self, folder: Path, run: Run, update: int) -> None:
-        """Compare the policy in memory with a model directory that the run wrote.
-
-        Adapters are compared before they are merged.
-        """
-        model: Any = run.accelerator.unwrap_model(run.policy).model
+    def weights(self, folder: Path) -> None:
+        """Compare the policy with a model directory that the run wrote; adapters before they are merged."""
+        model: Any = self.run.accelerator.unwrap_model(self.run.policy).model
         if adapter := adapter_weights(model.state_dict()):
-            self._file("weights", folder / "adapter" / WEIGHTS, adapter, update)
+            self._file("weights", folder / "adapter" / WEIGHTS, adapter)
         else:
-            self._model(folder, model, run, update)
+            self._model(folder, model)
 
-    def critic(self, folder: Path, run: Run, update: int) -> None:
-        """Compare the critic in memory with the directory of a critic that the run wrote."""
-        critic: Any = run.accelerator.unwrap_model(run.critic)
-        head = critic.value_head.state_dict()
-        self._file("weights", folder / VALUE_HEAD, head, update, "value_head.")
-        self._model(folder, critic.model, run, update)
+    def critic(self, folder: Path) -> None:
+        """Compare the critic with the directory of a critic that the run wrote."""
+        critic: Any = self.run.accelerator.unwrap_model(self.run.critic)
+        self._file("weights", folder / VALUE_HEAD, critic.value_head.state_dict(), "value_head.")
+        self._model(folder, critic.model)
 
-    def state(self, folder: Path, run: Run, progress: Progress, update: int) -> None:
+    def state(self, folder: Path, progress: Progress) -> None:
         """Compare optimizers and progress with a checkpoint's `state/`.
 
         Raises:
             InputError: `checkpoint_state`: the state cannot be read.
         """
-        for name, tensors in optimizer_tensors(run.optimizers, keep=True).items():
-            self._file("optimizer", folder / f"{name}.safetensors", tensors, update)
+        for name, tensors in optimizer_tensors(self.run.optimizers, keep=True).items():
+            self._file("optimizer", folder / f"{name}.safetensors", tensors)
         then = load_progress(folder)
         if then.num_mini_batches != progress.num_mini_batches:  # some were skipped after the update
             return
-        for name in (
-            "global_step",
-            "num_skipped",
-            "trained_groups",
-            "batch",
-            "mini_batch",
-            "kl_coef",
-        ):
+        for name in PROGRESS:
             before, now = (
                 getattr(one if hasattr(one, name) else one.position, name)
                 for one in (then, progress)
             )
             if before != now:
-                self._add("progress", name, update, before, now)
-        outputs = progress.position.outputs
-        self._file("progress", folder / "batch.safetensors", outputs, update)
+                self._add("progress", name, before, now)
+        self._file("progress", folder / "batch.safetensors", progress.position.outputs)
 
-    def _model(self, folder: Path, model: Any, run: Run, update: int) -> None:
+    def _model(self, folder: Path, model: Any) -> None:
         state: dict[str, Tensor] = model.state_dict()
         files = [path for path in sorted(folder.glob("*.safetensors")) if path.name != VALUE_HEAD]
         if not {name for path in files for name, _ in _tensors(path, reads=False)} <= state.keys():
             with tempfile.TemporaryDirectory() as scratch:  # names change when the model is saved
                 saved = Path(scratch) / "model"
-                write_model(saved, model, run.source)
-                state = dict(
-                    pair for path in saved.glob("*.safetensors") for pair in _tensors(path)
-                )
+                write_model(saved, model, self.run.source)
+                written = (_tensors(path) for path in saved.glob("*.safetensors"))
+                state = dict(chain.from_iterable(written))
         for path in files:
-            self._file("weights", path, state, update)
+            self._file("weights", path, state)
 
     def _file(
-        self, part: Part, file: Path, tensors: Mapping[str, Tensor], update: int, prefix: str = ""
+        self, part: Part, file: Path, tensors: Mapping[str, Tensor], prefix: str = ""
     ) -> None:
         """Compare tensors with the tensors of a file."""
         recorded = set[str]()
@@ -205,15 +191,14 @@ class Comparison:
             recorded.add(name)
             now = tensors.get(name)
             if now is None or now.shape != then.shape or now.dtype != then.dtype:
-                self._add(part, prefix + name, update, _kind(then), _kind(now))
+                self._add(part, prefix + name, _kind(then), _kind(now))
             else:
-                arrays = _array(then), _array(now)
-                self._arrays(part, prefix + name, update, *arrays, "index {}".format)
+                self._arrays(part, prefix + name, _array(then), _array(now), "index {}".format)
         for name in sorted(tensors.keys() - recorded) if part != "weights" else ():
-            self._add(part, name, update, None, "a tensor")
+            self._add(part, name, None, "a tensor")
 
     def _arrays(
-        self, part: Part, name: str, update: int, then: Bits, now: Bits, place: Callable[[int], str]
+        self, part: Part, name: str, then: Bits, now: Bits, place: Callable[[int], str]
     ) -> None:
         """Compare two arrays of the same length."""
         same = then == now
@@ -225,25 +210,15 @@ class Comparison:
         if then.dtype.kind in "fiu":
             gap = np.abs(now[at].astype(np.float64) - then[at].astype(np.float64))
             largest = float(np.nan_to_num(gap, nan=math.inf).max())
-        self._add(
-            part,
-            name,
-            update,
-            then[at[0]].item(),
-            now[at[0]].item(),
-            largest=largest,
-            num_different=len(at),
-            num_values=len(then),
-            place=place(int(at[0])),
-        )
+        size = {"num_different": len(at), "num_values": len(then), "largest": largest}
+        values = then[at[0]].item(), now[at[0]].item()
+        self._add(part, name, *values, place=place(int(at[0])), **size)
 
-    def _add(
-        self, part: Part, name: str, update: int, recorded: Any, replayed: Any, **more: Any
-    ) -> None:
-        values = {"recorded": recorded, "replayed": replayed}
-        if all(isinstance(value, int | float) for value in values.values()):
-            more = {"largest": abs(replayed - recorded)} | more
-        self.differences.append(Difference(part=part, name=name, update=update, **values, **more))
+    def _add(self, part: Part, name: str, recorded: Any, replayed: Any, **more: Any) -> None:
+        values = {"update": self.update, "recorded": recorded, "replayed": replayed}
+        if all(isinstance(value, int | float) for value in (recorded, replayed)):
+            values["largest"] = abs(replayed - recorded)
+        self.differences.append(Difference(part=part, name=name, **values | more))
 
 
 def _token(keys: pl.DataFrame, ends: IntArray, at: int) -> str:

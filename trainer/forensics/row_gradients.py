@@ -124,12 +124,8 @@ class Linearized:
                 forward_ad.dual_level(),
                 forward_mode_attention(),
             ):
-                duals = {
-                    name: forward_ad.make_dual(parameter.detach(), tangent)
-                    for (name, parameter), tangent in zip(
-                        self._parameters.items(), direction, strict=True
-                    )
-                }
+                pairs = zip(self._parameters.items(), direction, strict=True)
+                duals = {n: forward_ad.make_dual(p.detach(), tangent) for (n, p), tangent in pairs}
                 outputs = functional_call(learner.policy, duals, inputs)
                 tangents = [forward_ad.unpack_dual(output).tangent for output in outputs]
             # Without a gradient, the entropy has no tangent.
@@ -162,6 +158,8 @@ class Linearized:
                 where = f"{POLICY_LOSS.path} {loss.policy_loss_type}"
                 finding = (
                     f"the loss of row {self.batch.names[int(number)]} depends on other rows of its"
+                )
+                finding += (
                     " micro-batch, so the update cannot be split into the contributions of its rows"
                 )
                 hint = "rollouts replay --without shows the effect of leaving a row out"

@@ -14,7 +14,7 @@ from pipelines.merging.merge import merge_table
 from rollout_io import RolloutWriter, check, iter_tables, read, read_metadata
 from rollout_io.conversion import driver
 from rollout_io.conversion.chunk import Chunk
-from rollout_io.conversion.plan import Keywords, chunks, plan, plan_logs
+from rollout_io.conversion.plan import Keywords, plan_logs
 from rollout_io.dataset.footer import Part
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.rewriting import rewrite
@@ -169,7 +169,7 @@ def test_a_task_of_a_conversion_holds_places_and_no_records(tmp_path):
     path = tmp_path / "calls.jsonl"
     path.write_text(lines)
     found = find_sessions([Input("calls.jsonl", path)], lambda _: None)
-    (runs,) = chunks(plan(found, {}).runs, 1 << 30)
+    runs = plan_logs([found], {})[0][0].runs
     assert len(pickle.dumps(Chunk(part=Part(writing=""), runs=runs, out=""))) < len(lines) / 50
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import rollout_io
 from rollout_io.cli.main import run
-from rollout_io.conversion.browsing import settings_of
+from rollout_io.conversion.chunk import Settings
 from rollout_io.conversion.text import Untokenized
 from rollout_io.formats.base import Adapter
 from rollout_io.formats.detect import (
@@ -387,7 +387,7 @@ def test_a_rewards_file_beside_a_generator_output_is_refused(tmp_path):
 
 @pytest.mark.parametrize("name", load_formats().adapters)
 def test_a_format_is_the_same_in_the_processes_of_a_conversion(name):
-    sent = settings_of(name, find_adapter(name), Untokenized())
+    sent = Settings(adapter=find_adapter(name), format=name, retokenizer=Untokenized())
     assert ForkingPickler.loads(ForkingPickler.dumps(sent)).adapter == sent.adapter
 
 

@@ -84,6 +84,10 @@ class AuditResult:
         """The verdicts of spans with a fault."""
         return self.verdicts.filter(~pl.col("kind").is_in(NO_FAULT))
 
+    def worst(self, limit: int) -> pl.DataFrame:
+        """Return the `limit` spans whose fault is most certain."""
+        return self.faults.sort("log_likelihood_ratio", descending=True).head(limit)
+
     @property
     def share(self) -> float:
         """Forwarded tokens, as a fraction of candidates x distinct tokens."""
@@ -126,10 +130,11 @@ def run_audit(
         for span in spans.values():
             span.is_raw = result.mode == "raw"
         judge, row_of = Judge(result.noise), rows.spans[:, 0].tolist()
-        partial = {
-            n: span for n, span in spans.items() if len(span.scores) < len(weights.candidates)
+        doubted = {
+            row_of[number]
+            for number, span in spans.items()
+            if len(span.scores) < len(weights.candidates) and judge.is_suspicious(span)
         }
-        doubted = {row_of[n] for n, span in partial.items() if judge.is_suspicious(span)}
         result.num_suspicious += len(doubted)
         _score(weights, rows, spans, doubted)
         verdicts = {number: judge(span) for number, span in spans.items()}
@@ -317,10 +322,8 @@ class IterationAudit:
         if sum(len(one.difference) for one in self.clean) < MOST_CLEAN_TOKENS:
             self.clean += result.clean
         checked = result.verdicts.filter(pl.col("kind") != "not_checked")
-        num_rows, num_faulty = (
-            spans.select("trajectory_id", "step_index").n_unique()
-            for spans in (checked, result.faults)
-        )
+        row = pl.struct("trajectory_id", "step_index").n_unique()
+        num_rows, num_faulty = (spans.select(row).item() for spans in (checked, result.faults))
         if num_faulty:
             self._report(dataset, result, num_rows, num_faulty)
         return {"num_audited_rows": num_rows, "num_mismatched_rows": num_faulty}
@@ -352,18 +355,15 @@ class IterationAudit:
         names = {path.name.removeprefix("version_") for path in folder.glob("version_*")}
         versions = {int(name) for name in names if name.isdecimal()} | {iteration}
         paths = {0: self.source} | {n: folder / f"version_{n}" for n in versions if n}
+        adapters = {version for version, path in paths.items() if (path / CONFIG).is_file()}
         return [
-            Candidate(
-                version=version,
-                path=path,
-                base=self.source if (path / CONFIG).is_file() else None,
-            )
-            for version, path in sorted(paths.items())
-            if version <= iteration
+            Candidate(version=n, path=paths[n], base=self.source if n in adapters else None)
+            for n in sorted(paths)
+            if n <= iteration
         ]
 
     def _report(self, dataset: Path, result: AuditResult, num_rows: int, num_faulty: int) -> None:
-        worst = result.faults.sort("log_likelihood_ratio", descending=True).row(0, named=True)
+        worst = result.worst(1).row(0, named=True)
         were = "were" if num_faulty > 1 else "was"
         causes = " ".join(likely_causes(result.verdicts, result.candidates)[:2])
         text = (

@@ -97,26 +97,25 @@ class Search:
         wanted, tried = set(numbers), origins[:: -(-len(origins) // TRIED_ROWS)]
         helpful: set[str] | None = None
         for part in (tried, [row for row in origins if row not in tried]):
-            prompts = {
-                row: prompts_of(rows.prompts.row(row).tolist(), messages[row]) for row in part
-            }
             copies = [
-                (row, name)
-                for row, variants in prompts.items()
-                for name in variants
+                (row, name, prompt)
+                for row in part
+                for name, prompt in prompts_of(
+                    rows.prompts.row(row).tolist(), messages[row]
+                ).items()
                 if helpful is None or name in helpful
             ]
             helpful = set()
             if not copies:
                 return
-            prompt = [prompts[row][name] for row, name in copies]
-            changed = table[[row for row, _ in copies]].with_columns(
-                prompt_token_ids=pl.Series(prompt, dtype=table.schema["prompt_token_ids"])
-            )
+            index, names, prompts = zip(*copies, strict=True)
+            prompt = pl.Series(prompts, dtype=table.schema["prompt_token_ids"])
+            changed = table[list(index)].with_columns(prompt_token_ids=prompt)
             copied = to_audit_rows(changed, rows.mode, rows.defaults)
             scores = self.weights.score(label, copied, np.arange(len(copies)), policy)
             # The spans of a copy are those of its row, in the same order.
-            spans = [(n, name) for row, name in copies for n in np.flatnonzero(row_of == row)]
+            pairs = zip(index, names, strict=True)
+            spans = [(n, name) for row, name in pairs for n in np.flatnonzero(row_of == row)]
             for (number, name), of_copy in zip(spans, scores.values(), strict=True):
                 if number in wanted and self._replaces(cause, int(number), label, of_copy, name):
                     helpful.add(name)
@@ -129,11 +128,8 @@ class Search:
         other = dataclasses.replace(span, scores={label: scores}, label=label)
         fit, kind, reason = judge.fit(other, labelled(other, label)), "prompt", name
         if cause != PROMPT:  # the engine may also compute in this precision
-            kind, reason, noisy = (
-                "noise",
-                f"its weights rounded to {cause}",
-                judge.noisy(other, fit),
-            )
+            kind, reason = "noise", f"its weights rounded to {cause}"
+            noisy = judge.noisy(other, fit)
             if cause in COMPUTED and label in span.scores:
                 plain = judge.noisy(span, judge.fit(span, labelled(span, label)))
                 change = noisy.hypothesis.predicted - plain.hypothesis.predicted
@@ -252,9 +248,8 @@ class PromptVariants:
         by_tokens: dict[tuple[int, ...], str] = {}
         for name, tokens in zip(texts, encoded, strict=True):
             by_tokens.setdefault(tuple(tokens), name)
-        return {
-            name: list(ids_) for ids_, name in by_tokens.items() if ids_ not in {tuple(ids), ()}
-        }
+        others = by_tokens.keys() - {tuple(ids), ()}
+        return {name: list(tokens) for tokens, name in by_tokens.items() if tokens in others}
 
     def _edits(self, text: str) -> Iterator[tuple[str, str]]:
         """Yield the name and text of each edited version of a prompt."""
@@ -283,16 +278,14 @@ class PromptVariants:
             plain = [normalize(message, _WHERE) for message in stored]
         except (TypeError, ValueError, RecursionError):  # not a list of messages
             return
-        templates: dict[str, str | None] = {"the tokenizer's chat template": None}
-        for name, template in (
-            templates | {f"the template {one}": one for one in TEMPLATES}
-        ).items():
-            tokenizer = self._tokenizer
-            if template is not None:
-                backend = copy.copy(tokenizer.backend)
-                backend.chat_template = find_template(template)
-                tokenizer = dataclasses.replace(tokenizer, backend=backend)
-            if plain and (text := _rendered(tokenizer, plain, generation_prompt=True)):
+        tokenizers = {"the tokenizer's chat template": self._tokenizer}
+        for template in TEMPLATES:
+            backend = copy.copy(self._tokenizer.backend)
+            backend.chat_template = find_template(template)
+            changed = dataclasses.replace(self._tokenizer, backend=backend)
+            tokenizers[f"the template {template}"] = changed
+        for name, tokenizer in tokenizers.items() if plain else ():
+            if text := _rendered(tokenizer, plain, generation_prompt=True):
                 yield f"rendered with {name}", text
 
 

@@ -93,9 +93,8 @@ def with_settings(
     # Engines compute the log-probabilities of greedy rows at temperature 1.
     inverse = None if inverse == inf else inverse
     used = span.inverse if inverse is None else inverse
-    return Hypothesis(
-        kind, weights, span.sampled(weights, inverse, place), used, bonus=bonus, **more
-    )
+    sampled = span.sampled(weights, inverse, place)
+    return Hypothesis(kind, weights, sampled, used, bonus=bonus, **more)
 
 
 def labelled(span: Span, weights: int, kind: str = "as_labelled") -> Hypothesis:
@@ -113,11 +112,11 @@ def _offsets(span: Span, weights: int, _: Noise) -> Iterator[Hypothesis]:
 
 def _modes(span: Span, weights: int, _: Noise) -> Iterator[Hypothesis]:
     if not span.is_assumed and (span.inverse != 1 or span.truncation != OFF):
-        raw, processed = span.scores[weights].at(1.0), span.sampled(weights, None, 0)
         if span.is_raw:
-            yield Hypothesis("processed_logprobs", weights, processed, span.inverse)
+            sampled = span.sampled(weights, None, 0)
+            yield Hypothesis("processed_logprobs", weights, sampled, span.inverse)
         else:
-            yield Hypothesis("raw_logprobs", weights, raw, 1.0)
+            yield Hypothesis("raw_logprobs", weights, span.scores[weights].at(1.0), 1.0)
 
 
 def _temperatures(span: Span, weights: int, noise: Noise) -> Iterator[Hypothesis]:
@@ -128,10 +127,8 @@ def _temperatures(span: Span, weights: int, noise: Noise) -> Iterator[Hypothesis
     usual = span.inverse if usual is None else usual
 
     def at(inverse: float) -> Hypothesis:
-        values = {"best_temperature": 1 / inverse}
-        return with_settings(
-            span, "temperature", weights, inverse, place, penalty=4.0, values=values
-        )
+        more = {"penalty": 4.0, "values": {"best_temperature": 1 / inverse}}
+        return with_settings(span, "temperature", weights, inverse, place, **more)
 
     def evidence(inverse: float) -> float:
         tried = at(inverse)

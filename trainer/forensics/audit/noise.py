@@ -77,9 +77,8 @@ class Noise:
         sigma = self.sigma(residuals) * scales
         z = residuals.difference / sigma
         usual = log(0.375 * (1 - OUTLIERS)) - np.log(sigma) - 2.5 * np.log1p(z * z / 4)
-        outlier = log(OUTLIERS / (pi * OUTLIER_SCALE)) - np.log1p(
-            (residuals.difference / OUTLIER_SCALE) ** 2
-        )
+        relative = residuals.difference / OUTLIER_SCALE
+        outlier = log(OUTLIERS / (pi * OUTLIER_SCALE)) - np.log1p(relative**2)
         density = usual + np.log1p(np.exp(outlier - usual))  # `logaddexp` warns about NaN
         return np.where(np.isnan(density), MISSING_DENSITY, density)
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from rollout_io.cli.output import bare_table, drawn, section
@@ -47,9 +46,7 @@ def summary(result: AuditResult, limit: int) -> dict[str, Any]:
         "logprobs_mode_is_inferred": result.mode_is_inferred,
         "num_logprobs_mode_tokens": result.num_mode_tokens,
         "noise": {
-            "mean_difference": result.noise.mean_difference,
-            "kappa": result.noise.kappa,
-            "num_tokens": result.noise.num_tokens,
+            name: getattr(result.noise, name) for name in ("mean_difference", "kappa", "num_tokens")
         },
         "cost": {
             "num_distinct_tokens": result.num_distinct,
@@ -58,13 +55,8 @@ def summary(result: AuditResult, limit: int) -> dict[str, Any]:
             "seconds": result.seconds,
             "num_suspicious_rows": result.num_suspicious,
         },
-        "worst": _worst(result, limit).to_dicts(),
+        "worst": result.worst(limit).to_dicts(),
     }
-
-
-def _worst(result: AuditResult, limit: int) -> pl.DataFrame:
-    """Return the `limit` spans whose fault is most certain."""
-    return result.faults.sort("log_likelihood_ratio", descending=True).head(limit)
 
 
 def _counts(verdicts: pl.DataFrame) -> pl.DataFrame:
@@ -79,7 +71,7 @@ def _counts(verdicts: pl.DataFrame) -> pl.DataFrame:
 
 def screen(path: str, result: AuditResult, limit: int) -> str:
     """Format the summary of an audit for the terminal."""
-    verdicts = _table("verdict", "spans", "rows", "tokens", "")
+    verdicts = bare_table("verdict", "spans", "rows", "tokens", "", left={"verdict", ""})
     for kind, *numbers in _counts(result.verdicts).iter_rows():
         style = "" if kind in NO_FAULT else "red"
         verdicts.add_row(kind, *map("{:,}".format, numbers), MEANINGS[kind], style=style)
@@ -91,23 +83,21 @@ def screen(path: str, result: AuditResult, limit: int) -> str:
     if causes := likely_causes(result.verdicts, result.candidates):
         parts += section("Likely causes", Group(*(Text(printable(text)) for text in causes)))
     if limit and len(result.faults):
-        faults = _table("row", "tokens", "fault", "nats", "found")
-        for one in _worst(result, limit).iter_rows(named=True):
+        titles = "row", "tokens", "fault", "nats", "found"
+        faults = bare_table(*titles, left={"row", "fault", "found"}, folds={"found"})
+        for one in result.worst(limit).iter_rows(named=True):
             where = printable(f"{one['trajectory_id']} step {one['step_index']}")
-            numbers = [f"{one['num_tokens']:,}", f"{one['log_likelihood_ratio']:,.0f}"]
-            reason = printable(one["reason"])
-            faults.add_row(where, numbers[0], one["kind"], numbers[1], reason)
+            nats, reason = f"{one['log_likelihood_ratio']:,.0f}", printable(one["reason"])
+            faults.add_row(where, f"{one['num_tokens']:,}", one["kind"], nats, reason)
         parts += section("Most certain faults", faults)
     return drawn(parts)
 
 
 def _facts(result: AuditResult) -> Iterator[tuple[str, str]]:
     noise, candidates, apart = result.noise, result.candidates, result.apart
-    inferred = ""
-    if result.mode_is_inferred:
-        tokens = count(result.num_mode_tokens, "token")
-        inferred = f" (inferred from {tokens})" if result.num_mode_tokens else ASSUMED_RAW
-    yield "log-probabilities", f"{result.mode}{inferred}"
+    tokens = count(result.num_mode_tokens, "token")
+    inferred = f" (inferred from {tokens})" if result.num_mode_tokens else ASSUMED_RAW
+    yield "log-probabilities", result.mode + inferred * result.mode_is_inferred
     text = f"{noise.mean_difference:.2g} nats on average, from {noise.num_tokens:,} tokens"
     assumed = "assumed to be typical of bfloat16, because no candidate fits the rows"
     yield "engine's noise", text if noise.num_tokens else assumed
@@ -121,14 +111,6 @@ def _facts(result: AuditResult) -> Iterator[tuple[str, str]]:
             yield "indistinguishable", f"{names}: a row that fits one also fits the other"
     tokens = f"{result.num_tokens:,} tokens in {duration(result.seconds)}"
     yield "forwarded", f"{tokens} ({result.share:.0%} of candidates x distinct tokens)"
-
-
-def _table(*names: str) -> Table:
-    table = bare_table()
-    for name in names:
-        right = name not in ("", "verdict", "row", "fault", "found")
-        table.add_column(name, justify="right" if right else "left", no_wrap=name != "found")
-    return table
 
 
 MOST = 0.95
@@ -182,12 +164,7 @@ SPLIT_BY = {
 
 
 def likely_causes(verdicts: pl.DataFrame, candidates: Sequence[Candidate]) -> list[str]:
-    """Return a sentence for each likely cause of faults; causes that affect most rows come first.
-
-    Args:
-        verdicts: The verdicts of an audit.
-        candidates: The candidates of the audit.
-    """
+    """Return a sentence for each likely cause of faults; causes that affect most rows come first."""
     checked = verdicts.filter(pl.col("kind") != "not_checked")
     causes = list(_versions(checked, candidates))
     for kind in SENTENCES:

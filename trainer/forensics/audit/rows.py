@@ -16,9 +16,10 @@ from pipelines.frames import ROUTING
 from pipelines.merging.merge import VERSIONS, split_versions
 from pipelines.sampling_defaults import COLUMNS, NEUTRAL, SamplingDefaults, sampling_extra_of
 from rollout_io.dataset.trajectory_facts import with_stored_digest
-from schemas.columns import PICTURES, arrow_schema
+from schemas.columns import PICTURES
 from schemas.metadata import DatasetMetadata, LogprobsMode
 from schemas.ragged import BoolArray, IntArray, Ragged, ranges
+from schemas.types import with_absent
 from trainer.models.router_replay import Routes
 
 KEYS = ("instance_id", "trajectory_id", "step_index")
@@ -114,12 +115,8 @@ def read_audit_rows(
     group = steps["instance_id"].rle_id()
     # A group belongs to the chunk in which its last token lies.
     chunk = (tokens // CHUNK_TOKENS).to_frame("chunk").select(pl.col("chunk").max().over(group))
-    return [
-        to_audit_rows(table, metadata.logprobs_mode, defaults)
-        for table in steps.with_columns(chunk).partition_by(
-            "chunk", include_key=False, maintain_order=True
-        )
-    ]
+    chunks = steps.with_columns(chunk).partition_by("chunk", include_key=False, maintain_order=True)
+    return [to_audit_rows(table, metadata.logprobs_mode, defaults) for table in chunks]
 
 
 def read_steps(rollouts: pl.LazyFrame, metadata: DatasetMetadata) -> pl.DataFrame:
@@ -133,15 +130,10 @@ def read_steps(rollouts: pl.LazyFrame, metadata: DatasetMetadata) -> pl.DataFram
     names = (*KEYS, *LABELS, *TOKENS, *OPTIONAL, VERSIONS, "is_last_step")
     steps = with_stored_digest(pipelines.unmerge(rollouts))
     steps = steps.select("row_digest", *(name for name in names if name in present))
-    types: pl.DataFrame = pl.DataFrame(arrow_schema(LABELS).empty_table())
-    absent = {name: types.schema[name] for name in LABELS if name not in present}
     length = pl.col("response_ids").list.len().cast(pl.Int64)
-    table = steps.with_columns(
-        *(pl.lit(None, kind).alias(name) for name, kind in absent.items()),
-        num_response_tokens=length,
-        step=pl.col("step_index"),
-    ).collect()
-    if "sampling_extra" in absent:
+    steps = with_absent(steps, LABELS)
+    table = steps.with_columns(num_response_tokens=length, step="step_index").collect()
+    if "sampling_extra" not in present:
         extra = sampling_extra_of(metadata.made_by)
         table = table.with_columns(sampling_extra=pl.lit(extra, pl.String))
     if VERSIONS in present:

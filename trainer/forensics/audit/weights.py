@@ -74,13 +74,12 @@ def find_candidates(paths: Sequence[str], base: str | None = None) -> list[Candi
         InputError: `model_directory`: there are no weights.
         ConfigError: `weights`: two directories have the same version.
     """
-    named = [one for value in paths for one in _directories_in(value)]
-    by_version: dict[int, Path] = {}
-    for version, path in named:
+    by_version, candidates = dict[int, Path](), list[Candidate]()
+    for version, path in (one for value in paths for one in _directories_in(value)):
         if version is not None and by_version.setdefault(version, path) is not path:
             finding = f"both {by_version[version]} and {path} are version {version}"
             raise ConfigError("weights", "--weights", finding, hint=fix_of("weights"))
-    candidates = [_candidate(path, version, base) for version, path in named]
+        candidates.append(_candidate(path, version, base))
     return sorted(candidates, key=lambda one: (one.version is None, one.version or 0))
 
 
@@ -163,17 +162,16 @@ def _check_adapter(settings: dict[str, Any], path: Path) -> None:
     rank, alpha, targets = (settings.get(name) for name in ("r", "lora_alpha", "target_modules"))
     others = [name for name in _UNSUPPORTED if settings.get(name)]
     others += ["bias"] * (settings.get("bias", "none") not in {None, "none"})
-    are_numbers = all(isinstance(one, int | float) and one > 0 for one in (rank, alpha))
-    are_names = isinstance(targets, list) and all(isinstance(name, str) for name in targets)
-    used = f"the adapter uses {', '.join(others)}, which an audit cannot apply"
-    for is_right, finding, expected in (
-        (are_numbers, f"r is {rank!r} and lora_alpha {alpha!r}", "two positive numbers"),
-        (are_names, f"target_modules is {str(targets)[:60]!r}", "a list of names of layers"),
-        (not others, used, ""),
-    ):
-        if not is_right:
-            hint = "merge the adapter into its model with peft, and pass the merged model"
-            raise InputError("model_load", str(path), finding, expected, hint)
+    expected = finding = ""
+    if not all(isinstance(one, int | float) and one > 0 for one in (rank, alpha)):
+        finding, expected = f"r is {rank!r} and lora_alpha {alpha!r}", "two positive numbers"
+    elif not (isinstance(targets, list) and all(isinstance(name, str) for name in targets)):
+        finding, expected = f"target_modules is {str(targets)[:60]!r}", "a list of names of layers"
+    elif others:
+        finding = f"the adapter uses {', '.join(others)}, which an audit cannot apply"
+    if finding:
+        hint = "merge the adapter into its model with peft, and pass the merged model"
+        raise InputError("model_load", str(path), finding, expected, hint)
 
 
 _UNSUPPORTED = (
@@ -323,16 +321,12 @@ class Weights:
     def _check_tokens(self, number: int, rows: AuditRows, wanted: IntArray, policy: Policy) -> None:
         size = policy.model.get_input_embeddings().weight.shape[0]
         for row in wanted.tolist():
-            tokens = np.append(rows.prompts.row(row), rows.responses.row(row))
-            if tokens.max() >= size:
-                one, (_, trajectory, step) = (
-                    self.candidates[number],
-                    rows.table.select(KEYS).row(row),
-                )
-                finding = (
-                    f"token {tokens.max()}, but {one.name} ({one.path}) has {count(size, 'token')}"
-                )
-                where = f"trajectory '{trajectory}', row {step}"
+            largest = np.append(rows.prompts.row(row), rows.responses.row(row)).max()
+            if largest >= size:
+                _, trajectory, step = rows.table.select(KEYS).row(row)
+                where, one = f"trajectory '{trajectory}', row {step}", self.candidates[number]
+                size_of_one = f"{one.name} ({one.path}) has {count(size, 'token')}"
+                finding = f"token {largest}, but {size_of_one}"
                 hint = "leave out candidates that have another tokenizer than the dataset"
                 raise InputError("audit_rows", where, finding, hint=hint)
 

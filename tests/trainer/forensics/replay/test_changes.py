@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from tests.helpers.trainer_helpers import (
 )
 from trainer.forensics.reconstruct import Reconstruction, reconstruct
 from trainer.forensics.replay import Replay, replay
-from trainer.forensics.replay_changes import ChangedBatch, without_rows
+from trainer.forensics.replay_changes import prepared, with_batch, without_rows
 from trainer.loss import policy_logprobs
 
 EVERY_ROW = [f"g{group}_{number}" for group in (0, 1) for number in range(3)]
@@ -210,10 +211,10 @@ def test_a_loss_that_needs_old_logprobs_gets_those_of_the_start_of_the_batch(pat
     plain = {"policy_loss_type": "cross_entropy", "save_every_updates": 1}
     run = train(paths, tmp_path / "run", **plain)
     assert reconstruct(run, 3).checkpoint == run / "checkpoints/global_step_2"
-    batch = ChangedBatch(settings=["loss.policy_loss_type=regular"])
-    found = reconstruct(run, 3, at_batch=batch.prepare)
+    settings = ["loss.policy_loss_type=regular"]
+    found = reconstruct(run, 3, at_batch=partial(prepared, settings=settings))
     assert found.checkpoint is None  # the others are within the batch
-    _, step = batch.of(found.run, found.step)
+    step = with_batch(found.run, found.step, found.prepared[1])
     start = reconstruct(run, 1)
     forests = [forest for one in step.batch.mini_batches for forest in one.forests]
     then = policy_logprobs(start.run, start.step.batch, forests)
