@@ -36,10 +36,10 @@ import msgspec
 from rollout_io.formats.base import note
 from rollout_io.formats.contexts import SUMMARIES, Contexts, Said
 from rollout_io.formats.dialects import anthropic
-from rollout_io.formats.engines.files import columns_in, opened
 from rollout_io.formats.engines.sessions import Line, Names, Rows
 from rollout_io.formats.grammar import SELF, Contents, inner
 from rollout_io.formats.parsing.content import NO_JSON, Message, Part, known, same_json
+from rollout_io.formats.parsing.databases import columns_in, opened, row_of
 from rollout_io.formats.parsing.jsonl import decode_document
 from rollout_io.formats.requests import Sends
 
@@ -243,7 +243,7 @@ class _Database:
         wanted = ("parent_session_id", "working_dir")
         columns = [name if name in self.has["sessions"] else "NULL" for name in wanted]
         query = f"SELECT {', '.join(columns)} FROM sessions WHERE CAST(id AS TEXT) = ?"
-        row = self.database.execute(query, (session,)).fetchone()
+        row = row_of(self.database, query, session)
         parent, folder = (value if isinstance(value, str) else None for value in row)
         return Names(session, parent or None, session, labels={"directory": folder})
 

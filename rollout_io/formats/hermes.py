@@ -179,10 +179,11 @@ def _rows_of(messages: Sequence[msgspec.Raw], where: str) -> list[_Row]:
     return rows
 
 
-def _sends_thoughts(provider: str, url: str, model: str, rows: Iterable[_Row]) -> bool:
+def _sends_thoughts(session: Session, rows: Iterable[_Row]) -> bool:
     """True if thoughts of earlier answers are sent again, as text or as the API's own items."""
-    is_asked_for = provider in _PROVIDERS or any(host in url for host in _HOSTS)
-    is_thinker = any(name in model.lower() for name in _THINKERS)
+    url, model = session.billing_base_url or "", (session.model or "").lower()
+    is_asked_for = session.billing_provider in _PROVIDERS or any(host in url for host in _HOSTS)
+    is_thinker = any(name in model for name in _THINKERS)
     has_items = any(row.state.reasoning_details or row.state.is_interim for row in rows)
     return is_asked_for or is_thinker or has_items
 
@@ -299,11 +300,9 @@ def _run_of(session: Session, place: Place) -> Run:
 
 
 def _parts(rows: Iterable[_Row], *, is_continued: bool) -> list[list[_Row]]:
-    """Divide the messages of a session at its compressions: each part begins with what one wrote.
+    """Divide messages at their compressions, each of which wrote the beginning of a part.
 
-    Args:
-        rows: The messages.
-        is_continued: True if the first part begins with what a compression wrote, too.
+    If the session is continued, one wrote the beginning of the first part, too.
     """
     parts, is_before_summary = [list[_Row]()], is_continued
     for row in rows:
@@ -340,11 +339,7 @@ def _num_summarized(rows: Sequence[_Row]) -> int:
 
 
 def _num_inserted(rows: Sequence[_Row]) -> int:
-    """Return how many copies a compression wrote behind a summary, by their times.
-
-    Args:
-        rows: The summary, and what follows it.
-    """
+    """Return how many copies a compression wrote behind a summary, the first of the rows, by their times."""
     times_s = [row.state.timestamp for row in rows]
     first_s = end_s = times_s[0]
     if first_s is None or end_s is None:
@@ -410,21 +405,17 @@ def read(session: Session, run: Run, _: Options) -> Trajectory:
         other = _session(place) if i else session
         rows = _rows_of(other.messages, place.where)
         system = system_of(other, (row.message for row in rows), place.where)
-        provider, url = other.billing_provider or "", other.billing_base_url or ""
-        has_thoughts = _sends_thoughts(provider, url, other.model or "", rows)
         parent = other.parent_session_id
         before, is_compressed = ends.get(parent or "", ([], False))
         # Hermes stores how each of its calls ended: else another program made the requests.
         is_called = any(row.state.finish_reason for row in rows)
-        log.sends = _SENDS if is_called else Sends()
-        log.sends = log.sends._replace(unsent_thoughts=None if has_thoughts else THOUGHTS)
+        unsent = None if _sends_thoughts(other, rows) else THOUGHTS
+        log.sends = (_SENDS if is_called else Sends())._replace(unsent_thoughts=unsent)
         for part in _parts(rows, is_continued=parent is not None):
             num_written = _num_summarized(part)
             if before:
-                repeated = [
-                    _num_written(part, names, is_compressed=is_compressed) for names in before
-                ]
-                num_written = max(num_written, *repeated)
+                counts = [_num_written(part, one, is_compressed=is_compressed) for one in before]
+                num_written = max(num_written, *counts)
             elif num_written:
                 note(NO_OLD if parent is None else NO_PARENT)
                 num_written += _num_inserted(part[num_written - 1 :])

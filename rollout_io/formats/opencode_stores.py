@@ -16,9 +16,10 @@ from typing import Any
 import msgspec
 
 from rollout_io.formats.base import note
-from rollout_io.formats.engines.files import Start, columns_in, opened
+from rollout_io.formats.engines.files import Start
 from rollout_io.formats.engines.sessions import Names
 from rollout_io.formats.parsing.content import known
+from rollout_io.formats.parsing.databases import columns_in, opened, row_of
 from rollout_io.formats.parsing.jsonl import decode_document
 from rollout_io.formats.parsing.records import natural_key
 from schemas.errors import RolloutError
@@ -76,7 +77,7 @@ class Database:
         query = f"SELECT {', '.join(columns)} FROM {table} WHERE id = ?"
         parent, directory, origin = (
             value if isinstance(value, str) and value else None
-            for value in self.database.execute(query, (session,)).fetchone()
+            for value in row_of(self.database, query, session)
         )
         return Names(session, parent, origin=origin, labels={"directory": directory})
 

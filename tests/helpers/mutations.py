@@ -42,8 +42,8 @@ def possible_counts(content):
 
 
 def _is_record(line):
-    try:
-        return isinstance(json.loads(line.decode()), dict | list)  # bytes may be read as UTF-16
+    try:  # bytes may be read as UTF-16, and NaN is no JSON
+        return isinstance(json.loads(line.decode(), parse_constant=int), dict | list)
     except (ValueError, RecursionError):
         return False
 

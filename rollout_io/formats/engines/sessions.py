@@ -57,6 +57,7 @@ from rollout_io.formats.engines.runs import (
     without_base,
 )
 from rollout_io.formats.grammar import Grammar, account
+from rollout_io.formats.parsing.databases import readable
 from rollout_io.formats.parsing.jsonl import (
     contained,
     decode_document,
@@ -418,11 +419,13 @@ class Rows(Sessions):
                 for session in [*store.sessions()]:
                     place = Place(log.path, f"{log.name}, session {session}", None, 1)
                     try:
-                        names = store.names(session)
+                        with readable(place.where):
+                            names = store.names(session)
+                            records = [*self._records_of(store, session, log)]
                     except RolloutError as error:
                         yield Rejected(place, error)
                     else:
-                        yield names, self._records_of(store, session, log)
+                        yield names, records
         except RolloutError as error:
             yield Rejected(Place(log.path, log.name, None, 1), error)
 

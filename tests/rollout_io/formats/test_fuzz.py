@@ -26,6 +26,7 @@ from schemas import check
 from schemas.errors import RolloutError
 from tests.conftest import EXAMPLES, ROOT
 from tests.helpers.adapter_helpers import convert_with, planned
+from tests.helpers.conversation_writers import WRITERS, log_of
 from tests.helpers.line_log_helpers import save_template
 from tests.helpers.mutations import damaged, possible_counts
 
@@ -52,6 +53,7 @@ ANSWER = {"role": "assistant", "content": "6"}
 FUNCTION = {"name": "add", "arguments": "{}"}
 CALL = {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": FUNCTION}]}
 RESULT = {"role": "tool", "content": "6", "tool_call_id": "c"}
+SAID = [*PROMPT, CALL | {"content": ""}, RESULT, ANSWER | {"tool_calls": []}]
 
 
 class Source(NamedTuple):
@@ -109,7 +111,13 @@ def sources(request, tmp_path_factory):
     save_inline(roots[-1])
     with suppress(pytest.skip.Exception):
         roots.append(request.getfixturevalue("harness_logs"))
-    return find_sources(*roots)
+    sources, made = find_sources(*roots), tmp_path_factory.mktemp("made")
+    for name, (_, file) in WRITERS.items():
+        if not sources.get(name, True):
+            (made / name).mkdir()
+            (made / name / file).write_bytes(log_of(name, SAID)[0])
+            sources[name] = find_sources(made / name)[name]
+    return sources
 
 
 @pytest.fixture(scope="module")
