@@ -90,14 +90,15 @@ def test_without_a_tokenizer_text_is_refused_with_the_way_to_give_one(name, tmp_
 
 
 @pytest.mark.parametrize("name", ["goose", "opencode"])
-def test_a_database_with_a_damaged_page_is_refused_by_name(name, tmp_path):
+def test_a_damaged_page_of_a_database_costs_the_sessions_that_it_holds(name, tmp_path):
     form, path = saved(tmp_path, name)
     content = path.read_bytes()
     page = int.from_bytes(content[16:18], "big")
-    rules = []
+    rules, places = [], []
     for start in range(page, len(content), page):
         path.write_bytes(content[:start] + bytes(page) + content[start + page :])
         runs, rejected = read_all(FORMATS[form], path)
         rules.append([] if runs else [refusal.error.rule for refusal in rejected])
-    assert ["sqlite_file"] in rules
+        places += [refusal.place.where for refusal in rejected]
+    assert any(", session " in place for place in places)
     assert all(rule in (["sqlite_file"], ["no_calls"], []) for rule in rules), rules
