@@ -20,7 +20,7 @@ from schemas.ragged import IntArray
 from trainer.algorithms.correction import correct
 from trainer.algorithms.kl import kl_estimates
 from trainer.algorithms.losses import Targets, select
-from trainer.algorithms.own_functions import call
+from trainer.algorithms.own_functions import call_function
 from trainer.algorithms.reductions import Units, reduction_weights
 from trainer.batch import Batch
 from trainer.batches.forest import Forest, Watch, padded_forests
@@ -53,7 +53,7 @@ def objective(
     assert entropy is not None
     policy_loss = bind(POLICY_LOSS, loss)
     inputs = {name: getattr(targets, name) for name in policy_loss.inputs}
-    losses, clipped, metrics = call(policy_loss, **inputs)
+    losses, clipped, metrics = call_function(policy_loss, **inputs)
     columns = {"clip_ratio": clipped, "policy_entropy": entropy, **metrics}
     if corrects:
         correction = correct(targets.old_logprobs, targets.rollout_logprobs, targets.row, loss)

@@ -118,7 +118,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
                 log.sync()
                 say_size(run.out)
             saved = save(run, progress)
-    stop.end()
+    stop.raise_if_stopped()
     return TrainResult(
         out=config.run.out,
         checkpoint=str(saved),
@@ -246,7 +246,7 @@ class Stop:
         self._agreed = max(b"".join(gather_bytes(accelerator, bytes([self._number]))))
         return self._agreed != 0
 
-    def end(self) -> None:
+    def raise_if_stopped(self) -> None:
         """End the run as the signal that the processes agreed on would have, if there was one.
 
         Raises:

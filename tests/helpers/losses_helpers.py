@@ -15,7 +15,7 @@ from trainer.algorithms.losses import (
     kl_cov_selection,
     regular,
 )
-from trainer.algorithms.own_functions import call
+from trainer.algorithms.own_functions import call_function
 
 REFERENCE = json.loads((ROOT / "tests" / "data" / "reference_losses.json").read_text())
 SETTINGS = {
@@ -124,10 +124,10 @@ def some_trajectories(**values):
 
 def policy_loss(targets, function):
     """The loss of each target, as the objective computes it."""
-    return call(function, **{name: getattr(targets, name) for name in function.inputs})
+    return call_function(function, **{name: getattr(targets, name) for name in function.inputs})
 
 
 def advantages_of_returns(returns, group_index, estimator):
     """The advantage of each trajectory, as the plan computes it."""
     arrays = {"returns": returns, "group_index": group_index}
-    return call(estimator, **{name: arrays[name] for name in estimator.inputs})
+    return call_function(estimator, **{name: arrays[name] for name in estimator.inputs})

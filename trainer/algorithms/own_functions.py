@@ -17,7 +17,7 @@ from trainer.algorithms.losses import TokenLoss
 from trainer.config.functions import LOSS_REDUCTION, POLICY_LOSS, Function
 
 
-def call(function: Function, **inputs: Any) -> Any:
+def call_function(function: Function, **inputs: Any) -> Any:
     """Call a function with its inputs, and its keys from the configuration.
 
     A user's function gets copies of its inputs, in case it modifies them, and is not called without

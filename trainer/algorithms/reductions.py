@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from schemas.ragged import FloatArray, IntArray
-from trainer.algorithms.own_functions import call
+from trainer.algorithms.own_functions import call_function
 from trainer.config.functions import Function
 
 
@@ -56,7 +56,7 @@ def reduction_weights(units: Units, reduction: Function) -> FloatArray:
         InputError: A user's reduction fails, or its result is invalid.
     """
     inputs = {name: getattr(units, name) for name in reduction.inputs}
-    return np.asarray(call(reduction, **inputs))
+    return np.asarray(call_function(reduction, **inputs))
 
 
 def token_mean(num_targets: int) -> FloatArray:

@@ -15,7 +15,7 @@ from rollout_io.dataset.trajectory_facts import metric_of
 from rollout_io.dataset.versions import is_version
 from schemas.errors import InputError, InvariantError, first_of
 from schemas.rules import fix_of
-from trainer.algorithms.own_functions import call
+from trainer.algorithms.own_functions import call_function
 from trainer.config.functions import ADVANTAGE_ESTIMATOR, Function, bind
 from trainer.config.sections import BatchConfig
 from trainer.config.train_config import Sections, TrainConfig
@@ -206,7 +206,9 @@ def trajectory_advantages(trajectories: pl.DataFrame, estimator: Function | None
         columns = trajectories.filter(trains).select(cs.starts_with(SEPARATE))
         separate = np.array([column.to_numpy() for column in columns]).T
         arrays = {"returns": returns, "separate_rewards": separate, "group_index": group_index}
-        advantages[trains] = call(estimator, **{name: arrays[name] for name in estimator.inputs})
+        advantages[trains] = call_function(
+            estimator, **{name: arrays[name] for name in estimator.inputs}
+        )
     return pl.Series("advantage", advantages)
 
 

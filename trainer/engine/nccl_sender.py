@@ -27,7 +27,7 @@ class Described(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Checkpoint:
+class ModelTensors:
     """The tensors of a model directory, with the interface of vLLM's `WeightSource`.
 
     The files are memory-mapped, so each tensor is read only once, when it is sent.
@@ -80,7 +80,7 @@ class _Client:
 
 
 class _NcclSender:
-    def __init__(self, engine: Any, client: _Client, source: Checkpoint) -> None:
+    def __init__(self, engine: Any, client: _Client, source: ModelTensors) -> None:
         self._engine, self._client, self._source = engine, client, source
 
     def send(self, directory: Path, policy_version: int) -> None:
@@ -111,7 +111,7 @@ def open_nccl_sender(url: str, post: Post) -> WeightSender:
         raise MissingExtra("extra_installed", url, finding, hint=hint, message=finding) from None
     num_workers = json.loads(post("/get_world_size", None))["world_size"]
     address, port = _reachable_from(url)
-    source, client = Checkpoint(Path()), _Client(post)
+    source, client = ModelTensors(Path()), _Client(post)
     info = NCCLTrainerInitInfo(
         master_address=address, master_port=port, world_size=num_workers + 1, rank=0
     )

@@ -32,7 +32,7 @@ _CAUSES = (
     "reset",
     "retokenized",
     "template",
-    "picture",
+    "dataset",
     "unknown",
     "overlap",
     "new_agent",
@@ -49,7 +49,7 @@ _BREAKS = "Steps that do not continue the previous step"
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class DatasetStatistics:
     """Statistics of a dataset to plot.
 
     Attributes:
@@ -67,7 +67,7 @@ class Picture:
     costs: Mapping[str, Cost]
 
     @classmethod
-    def of(cls, path: str, name: str, workers: Workers) -> Picture:
+    def of(cls, path: str, name: str, workers: Workers) -> DatasetStatistics:
         """Compute the statistics of a valid dataset; drift is diagnosed without a tokenizer."""
         summary = dataset_summary(path, workers=workers)
         report = Report.of(diagnose_dataset(path, workers=workers), limit=0)
@@ -90,38 +90,38 @@ def plot_datasets(
         max_row_tokens: Length to mark, beyond which training truncates rows.
     """
     names = plot.names_of(list(datasets))
-    pictures = [
-        Picture.of(path, name, workers)
+    statistics = [
+        DatasetStatistics.of(path, name, workers)
         for name, (path, workers) in zip(names, datasets.items(), strict=True)
     ]
-    plot.save(dataset_figure(pictures, max_row_tokens), out)
+    plot.save(dataset_figure(statistics, max_row_tokens), out)
 
 
-def dataset_figure(pictures: Sequence[Picture], max_row_tokens: int | None = None) -> Any:
+def dataset_figure(datasets: Sequence[DatasetStatistics], max_row_tokens: int | None = None) -> Any:
     """Draw one dataset in full, or overlay several."""
     figure, axes = plot.panels(6, 2, (4.3, 3.0))
     prompts, responses, rows, rewards, drift, layouts = axes
-    lengths = [picture.summary.lengths for picture in pictures]
+    lengths = [dataset.summary.lengths for dataset in datasets]
     _draw_lengths(prompts, "Prompts", [table["prompt"] for table in lengths])
     _draw_lengths(responses, "Responses", [table["response"] for table in lengths])
     both = [table["prompt"] + table["response"] for table in lengths]
     _draw_lengths(rows, "Rows (prompt + response)", both, max_row_tokens)
-    if len(pictures) == 1:
-        _draw_groups(rewards, pictures[0].summary.returns)
-        _draw_causes(drift, pictures[0])
-        numbers = pictures[0].summary.numbers
+    if len(datasets) == 1:
+        _draw_groups(rewards, datasets[0].summary.returns)
+        _draw_causes(drift, datasets[0])
+        numbers = datasets[0].summary.numbers
         place = {"x": 0.01, "ha": "left", "fontsize": 11}
         counts = (
             f"{count(numbers['num_rows'], 'row')} of "
             f"{count(numbers['num_trajectories'], 'trajectory')} in "
             f"{count(numbers['num_groups'], 'group')}"
         )
-        figure.suptitle(f"{plot.shortened(pictures[0].name)}: {counts}", **place)
+        figure.suptitle(f"{plot.shortened(datasets[0].name)}: {counts}", **place)
     else:
-        _draw_profiles(rewards, [picture.summary.returns for picture in pictures])
-        _draw_drift(drift, pictures)
-        plot.legend(figure, [picture.name for picture in pictures], 2)
-    _draw_layouts(layouts, [picture.costs for picture in pictures])
+        _draw_profiles(rewards, [dataset.summary.returns for dataset in datasets])
+        _draw_drift(drift, datasets)
+        plot.legend(figure, [dataset.name for dataset in datasets], 2)
+    _draw_layouts(layouts, [dataset.costs for dataset in datasets])
     return figure
 
 
@@ -227,17 +227,17 @@ def _draw_profiles(axis: Any, returns: Sequence[pl.DataFrame]) -> None:
     plot.title(axis, name, detail)
 
 
-def _draw_causes(axis: Any, picture: Picture) -> None:
-    if not picture.num_following:
+def _draw_causes(axis: Any, dataset: DatasetStatistics) -> None:
+    if not dataset.num_following:
         _draw_nothing(axis, _BREAKS, "no step follows another")
         return
-    last = max(picture.num_following)
+    last = max(dataset.num_following)
     width = -(-last // _MAX_TURNS)
     places = np.arange(1, last + 1, width) + (width - 1) / 2
-    following = _binned(picture.num_following, last, width)
+    following = _binned(dataset.num_following, last, width)
     bottom = np.zeros(len(places))
     breaks = {
-        cause: _binned({t: n for (t, c), n in picture.breaks.items() if c == cause}, last, width)
+        cause: _binned({t: n for (t, c), n in dataset.breaks.items() if c == cause}, last, width)
         for cause in _CAUSES
     }
     breaks = {cause: counts for cause, counts in breaks.items() if counts.any()}
@@ -258,14 +258,14 @@ def _draw_causes(axis: Any, picture: Picture) -> None:
     plot.title(axis, _BREAKS, detail)
 
 
-def _draw_drift(axis: Any, pictures: Sequence[Picture]) -> None:
-    if not any(picture.num_following for picture in pictures):
+def _draw_drift(axis: Any, datasets: Sequence[DatasetStatistics]) -> None:
+    if not any(dataset.num_following for dataset in datasets):
         _draw_nothing(axis, _BREAKS, "no step follows another")
         return
-    for number, picture in enumerate(pictures):
+    for number, dataset in enumerate(datasets):
         shares = {
-            turn: sum(n for (t, _), n in picture.breaks.items() if t == turn) / num
-            for turn, num in picture.num_following.items()
+            turn: sum(n for (t, _), n in dataset.breaks.items() if t == turn) / num
+            for turn, num in dataset.num_following.items()
         }
         marker = "o" if len(shares) <= _MAX_TURNS else None
         style = {"marker": marker, "markersize": 4, "linewidth": 1.4}

@@ -14,7 +14,7 @@ from torch import Tensor
 from schemas.ragged import FloatArray, IntArray
 from trainer.algorithms.advantages import batch_normalize
 from trainer.algorithms.kl import adapted_kl_coef, kl_estimates, rewards_less_kl
-from trainer.algorithms.own_functions import call
+from trainer.algorithms.own_functions import call_function
 from trainer.batch import Batch
 from trainer.batches.plan import Plan, trajectory_advantages, trajectory_estimator
 from trainer.config.functions import ADVANTAGE_ESTIMATOR, Function, bind
@@ -114,7 +114,7 @@ def advantages_of_rewards(
         "group_index": np.unique(group_index, return_inverse=True)[1],
         "values": values,
     }
-    result = call(estimator, **{name: arrays[name] for name in estimator.inputs})
+    result = call_function(estimator, **{name: arrays[name] for name in estimator.inputs})
     if "values" in estimator.inputs:
         return result.advantages, result.value_targets
     return result, None

@@ -63,7 +63,7 @@ def check_dataset(
         rows = rows.with_columns(pl.col("sampling_extra").fill_null(extra))
     if unknown := check_sampling(rows, config):
         remarks["sampling"] = Remark(f"note: {unknown}")
-    corrects = corrects_for_sampler(rows, config, metadata.logprobs_mode)
+    corrects = check_rollout_logprobs(rows, config, metadata.logprobs_mode)
     if config.loss.corrects_for_sampler and not corrects:
         text = "note: importance correction (tis_ratio_type) is off, because the dataset has no"
         remarks["corrects"] = Remark(f"{text} rollout_logprobs")
@@ -179,7 +179,7 @@ def check_sampling(rows: pl.DataFrame, config: TrainConfig) -> str | None:
     )
 
 
-def corrects_for_sampler(
+def check_rollout_logprobs(
     rows: pl.DataFrame, config: TrainConfig, logprobs_mode: str | None
 ) -> bool:
     """Return whether importance weights or masks are configured and `rollout_logprobs` exist.

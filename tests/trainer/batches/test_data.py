@@ -23,7 +23,7 @@ from trainer.batch import groups_with_gradient, index_rows
 from trainer.batches.forest import RowLimit, chain_lengths
 from trainer.batches.plan import dataset_returns, make_plan
 from trainer.config.sections import BatchConfig
-from trainer.run.dataset_facts import check_rows, corrects_for_sampler
+from trainer.run.dataset_facts import check_rollout_logprobs, check_rows
 
 LIMIT = RowLimit(num_tokens=100, reason="tokens_per_micro_batch", hint="raise it")
 
@@ -312,13 +312,13 @@ def sampled(tmp_path, **values):
 )
 def test_correction_applies_where_the_sampled_distribution_is_recorded(tmp_path, values):
     rows = sampled(tmp_path, **values)
-    assert corrects_for_sampler(rows, config(), "raw")
-    assert not corrects_for_sampler(rows, config(tis_ratio_type=None), "raw")
+    assert check_rollout_logprobs(rows, config(), "raw")
+    assert not check_rollout_logprobs(rows, config(tis_ratio_type=None), "raw")
 
 
 def test_correction_is_off_without_logprobs(tmp_path):
     rows = sampled(tmp_path, rollout_logprobs=None, temperature=0.5)
-    assert not corrects_for_sampler(rows, config(), "raw")
+    assert not check_rollout_logprobs(rows, config(), "raw")
 
 
 @pytest.mark.parametrize("values", [{"temperature": 0.5}, {"top_p": 0.9}, {"top_k": 20}])
@@ -326,21 +326,21 @@ def test_correction_with_another_distributions_logprobs_is_refused(tmp_path, val
     rows = sampled(tmp_path, **values)
     for mode in ("raw", None):
         with pytest.raises(RolloutError, match="are not from the sampled distribution"):
-            corrects_for_sampler(rows, config(), mode)
+            check_rollout_logprobs(rows, config(), mode)
     if "temperature" in values:
-        assert corrects_for_sampler(rows, config(), "processed")
+        assert check_rollout_logprobs(rows, config(), "processed")
     else:
         with pytest.raises(RolloutError, match="sampling_support does not record them") as error:
-            corrects_for_sampler(rows, config(), "processed")
+            check_rollout_logprobs(rows, config(), "processed")
         assert "top_k of at most 20" in (error.value.hint or "")
-    assert corrects_for_sampler(rows, config(allow_mismatched_logprobs=True), "raw")
-    assert not corrects_for_sampler(rows, config(tis_ratio_type=None), "raw")
+    assert check_rollout_logprobs(rows, config(allow_mismatched_logprobs=True), "raw")
+    assert not check_rollout_logprobs(rows, config(tis_ratio_type=None), "raw")
 
 
 def test_correction_of_retokenized_text_is_refused(tmp_path):
     rows = sampled(tmp_path, token_source="retokenized")
     with pytest.raises(RolloutError, match="re-tokenized"):
-        corrects_for_sampler(rows, config(), "raw")
+        check_rollout_logprobs(rows, config(), "raw")
 
 
 def test_logprobs_in_a_part_of_the_rows_are_refused(tmp_path):
@@ -348,4 +348,4 @@ def test_logprobs_in_a_part_of_the_rows_are_refused(tmp_path):
     rows[1]["rollout_logprobs"] = [-1.0] * 4
     index = checked(scan(tmp_path, rows))
     with pytest.raises(RolloutError, match=r"row 0.* rollout_logprobs is null here but present"):
-        corrects_for_sampler(index, config(), "raw")
+        check_rollout_logprobs(index, config(), "raw")

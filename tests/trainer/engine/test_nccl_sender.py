@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import save_file
 
 from schemas.errors import MissingExtra
-from trainer.engine.nccl_sender import Checkpoint, open_nccl_sender
+from trainer.engine.nccl_sender import ModelTensors, open_nccl_sender
 
 
 def test_a_checkpoint_yields_the_tensors_that_its_index_lists(tmp_path):
@@ -18,7 +18,7 @@ def test_a_checkpoint_yields_the_tensors_that_its_index_lists(tmp_path):
     shards = {name: f"model-{number}.safetensors" for number, name in enumerate(saved)}
     for name, file in shards.items():
         save_file({name: saved[name]}, tmp_path / file)
-    source = Checkpoint(tmp_path)
+    source = ModelTensors(tmp_path)
     save_file({"other": torch.ones(1)}, tmp_path / "consolidated.safetensors")
     assert "other" in dict(source)
     index = {"weight_map": shards}

@@ -15,13 +15,13 @@ from pipelines.statistics.savings import dataset_savings
 from rollout_io.cli.main import run
 from rollout_io.dataset.parallel import Workers
 from tests.helpers.table_helpers import write_example
-from trainer.reports.dataset_plot import LAYOUTS, Picture, dataset_figure, group_rewards
+from trainer.reports.dataset_plot import LAYOUTS, DatasetStatistics, dataset_figure, group_rewards
 from trainer.reports.plot import GREY
 
 
 @pytest.fixture(scope="module")
 def shop(shop_dataset):
-    return Picture.of(str(shop_dataset), "shop", Workers())
+    return DatasetStatistics.of(str(shop_dataset), "shop", Workers())
 
 
 def heights(axis):
@@ -118,7 +118,7 @@ def test_bars_of_layouts_are_their_tokens(shop, shop_dataset):
 def test_datasets_are_drawn_over_each_other_as_shares(shop, shop_dataset, tmp_path):
     out = str(tmp_path / "solvable")
     assert run(["filter", str(shop_dataset), "--drop-zero-variance", "--out", out, "-q"]) == 0
-    kept = Picture.of(out, "solvable", Workers())
+    kept = DatasetStatistics.of(out, "solvable", Workers())
     figure = dataset_figure([shop, kept])
     [legend] = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["shop", "solvable"]
@@ -137,7 +137,7 @@ def test_datasets_are_drawn_over_each_other_as_shares(shop, shop_dataset, tmp_pa
 
 def test_a_dataset_without_rewards_is_drawn(shop_dataset, tmp_path):
     out = rewrite(shop_dataset, tmp_path / "ds", pl.lit(None, pl.Float64).alias("reward"))
-    axis = dataset_figure([Picture.of(out, "ds", Workers())]).axes[3]
+    axis = dataset_figure([DatasetStatistics.of(out, "ds", Workers())]).axes[3]
     assert [text.get_text() for text in axis.texts] == ["no trajectory has a reward"]
     assert not axis.lines
 
@@ -160,7 +160,7 @@ def test_steps_without_a_prompt_are_counted_as_drift_counts_them(tmp_path):
     path = tmp_path / "failed"
     with rollout_io.RolloutWriter(path) as writer:
         writer.write(rows)
-    picture = Picture.of(str(path), "failed", Workers())
+    picture = DatasetStatistics.of(str(path), "failed", Workers())
     report = Report.of(diagnose_dataset(path))
     assert picture.num_following == {2: 1}
     assert (report.num_following, report.num_breaks) == (1, 1)
@@ -182,7 +182,7 @@ def test_one_trajectory_of_one_step_is_drawn(tmp_path):
     first = rollout_io.scan(tmp_path / "ds").collect().head(1).with_columns(is_last_step=True)
     with rollout_io.RolloutWriter(tmp_path / "one") as writer:
         writer.write(first)
-    figure = dataset_figure([Picture.of(str(tmp_path / "one"), "one", Workers())])
+    figure = dataset_figure([DatasetStatistics.of(str(tmp_path / "one"), "one", Workers())])
     assert [sum(heights(axis)) for axis in figure.axes[:3]] == [1, 1, 1]
     assert "no step follows another" in [text.get_text() for text in figure.axes[4].texts]
 

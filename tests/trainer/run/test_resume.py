@@ -469,7 +469,7 @@ def test_a_signal_during_the_exchange_of_signals_counts_the_next_time(monkeypatc
     monkeypatch.setattr(training, "gather_bytes", interrupted)
     with stop.requested_by_signals():
         assert not stop.is_requested(None)  # type: ignore[arg-type]
-        stop.end()
+        stop.raise_if_stopped()
         assert stop.is_requested(None)  # type: ignore[arg-type]
     with pytest.raises(SystemExit):
-        stop.end()
+        stop.raise_if_stopped()

@@ -22,12 +22,17 @@ from trainer.run.warnings import LARGE_DIFFERENCE_NATS, sampler_mismatch
 ROWS = [([i, i + 1], [(7 * i + 3 * j) % VOCAB for j in range(12)], [True] * 12) for i in range(4)]
 
 
+def batch_of(rollout_logprobs, temperature=None):
+    """The rows with a sampler's [T] log-probabilities."""
+    sizes = [len(response) for _, response, _ in ROWS]
+    parts = [part.tolist() for part in rollout_logprobs.split(sizes)]
+    temperatures = [temperature] * len(ROWS)
+    return make_batch(ROWS, rollout_logprobs=parts, temperatures=temperatures)
+
+
 def cause_of(rollout_logprobs, temperature=None):
     """What is said of a sampler that gave these [T] log-probabilities."""
-    sizes = [len(response) for _, response, _ in ROWS]
-    given_logprobs = [part.tolist() for part in rollout_logprobs.split(sizes)]
-    temperatures = [temperature] * len(ROWS)
-    batch = make_batch(ROWS, rollout_logprobs=given_logprobs, temperatures=temperatures)
+    batch = batch_of(rollout_logprobs, temperature)
     return sampler_mismatch(run_of(tiny_policy()), batch, forests_of(batch))
 
 
@@ -106,6 +111,7 @@ def test_rows_without_log_probabilities_are_not_compared():
 
 
 def test_the_comparison_draws_no_random_numbers():
+    batch, run = batch_of(moved(own(), 1)), run_of(tiny_policy())
     state = torch.get_rng_state()
-    assert cause_of(moved(own(), 1))
+    assert sampler_mismatch(run, batch, forests_of(batch))
     assert torch.equal(torch.get_rng_state(), state)
