@@ -74,12 +74,9 @@ def messages(history: Iterable[Any], where: str) -> list[Message]:
     A list among them is a batch of messages, and a string is a user's text.
 
     Example:
-        >>> call = {
-        ...     "type": "ai",
-        ...     "content": "",
-        ...     "tool_calls": [{"name": "ls", "args": {}, "id": "c"}],
-        ... }
-        >>> messages([call], "a.jsonl:1")[0]["tool_calls"]
+        >>> calls = [{"name": "ls", "args": {}, "id": "c"}]
+        >>> history = [{"type": "ai", "content": "", "tool_calls": calls}]
+        >>> messages(history, "a.jsonl:1")[0]["tool_calls"]
         [{'id': 'c', 'type': 'function', 'function': {'name': 'ls', 'arguments': '{}'}}]
     """
     history = list(history)
