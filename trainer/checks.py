@@ -419,17 +419,15 @@ PICTURES = (
 )
 """Rules of rows, with the facts of `trainer.batches.pictures.picture_facts` and of a model."""
 
-_replay = partial(Rule, "replay_routing")
+_NO_ROUTER = "cannot replay recorded experts (rollout_expert_indices) in {}; supported families: {}"
 ROUTERS = (
-    _replay(
+    Rule(
+        "replay_routing",
         pl.col("topk").is_null(),
-        pl.format(
-            "cannot replay recorded experts (rollout_expert_indices) in {}; supported families: {}",
-            "family",
-            "families",
-        ),
+        pl.format(_NO_ROUTER, "family", "families"),
     ),
-    _replay(
+    Rule(
+        "replay_routing",
         (pl.col("num_layers") != pl.col("num_recorded_layers"))
         | (pl.col("topk") != pl.col("recorded_topk")),
         pl.format("{} layers with {} experts per token", "num_recorded_layers", "recorded_topk"),
@@ -437,12 +435,14 @@ ROUTERS = (
     ),
 )
 ROUTING = (
-    _replay(
+    Rule(
+        "replay_routing",
         pl.col("highest_expert") >= pl.col("num_experts"),
         pl.format("expert {}", "highest_expert"),
         pl.format("0 to {}, the experts of {}", pl.col("num_experts") - 1, "model"),
     ),
-    _replay(
+    Rule(
+        "replay_routing",
         pl.col("repeats_expert"),
         "the same expert twice",
         pl.format("{} different experts per token", "topk"),

@@ -36,7 +36,10 @@ SAMPLED = frozenset({"num_dropped_groups", *LOOP_METRICS} - {"iteration"}) - TIM
 """Metrics of `rollouts rl` about sampling, which an update does not compute."""
 ENVIRONMENT = "environment/"
 KEYS = ("trajectory_id", "step_index")
-PROGRESS = ("global_step", "num_skipped", "trained_groups", "batch", "mini_batch", "kl_coef")
+PROGRESS = (
+    *("global_step", "num_skipped", "trained_groups"),
+    *("batches_done", "mini_batches_done", "kl_coef"),
+)
 """Fields of the progress and of its position that are compared."""
 
 Bits = npt.NDArray[Any]
