@@ -291,13 +291,12 @@ def identity(_: str, message: bytes) -> str | None:
 
 @dataclass(slots=True)
 class _Entry:
-    """A stored message, or several that are one answer."""
+    """A stored message, or several that are one answer; `begins` is true if it begins a context."""
 
     message: StoredMessage
     where: str
     is_copied: bool
     begins: bool = False
-    """True if it begins a context."""
 
     @property
     def kind(self) -> str:

@@ -305,10 +305,8 @@ class OutputLayers:
         folder = tempfile.TemporaryDirectory(prefix="rollouts-weights-")
         self._folders.append(folder)
         target = Path(folder.name)
-        for file in path.iterdir():
-            if (
-                file.is_file() and file.name != INDEX
-            ):  # the index is written again, with the new layer
+        for file in path.iterdir():  # but for the index, which is written again with the new layer
+            if file.is_file() and file.name != INDEX:
                 (target / file.name).symlink_to(file.resolve())
         source = next((f for f in path.glob("*.safetensors") if EMBEDDING in _header(f)[0]), None)
         if source is None:
