@@ -1,6 +1,4 @@
-import importlib
 import json
-import pkgutil
 import random
 import shutil
 import tempfile
@@ -15,12 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import rollout_io.formats
 from rollout_io import convert, read
 from rollout_io.conversion.plan import Keywords
 from rollout_io.conversion.rewards import read_rewards
-from rollout_io.formats.base import Adapter, Rejected, Run
-from rollout_io.formats.detect import recognize
+from rollout_io.formats.base import Rejected, Run
+from rollout_io.formats.detect import load_formats, recognize
 from rollout_io.formats.parsing.jsonl import UNREADABLE
 from schemas import check
 from schemas.errors import RolloutError
@@ -38,16 +35,7 @@ PEERS = ROOT / "tests" / "data" / "peers"
 SMOLLM2 = ROOT / ".cache" / "smollm2"
 
 
-def _formats():
-    names = [found.name for found in pkgutil.iter_modules(rollout_io.formats.__path__)]
-    modules = {name: importlib.import_module(f"rollout_io.formats.{name}") for name in names}
-    found = {name: getattr(module, "ADAPTER", None) for name, module in modules.items()}
-    return {name: adapter for name, adapter in found.items() if isinstance(adapter, Adapter)}
-
-
-FORMATS = _formats()
-
-
+FORMATS = load_formats().adapters
 PROMPT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 5?"}]
 ANSWER = {"role": "assistant", "content": "6"}
 FUNCTION = {"name": "add", "arguments": "{}"}
