@@ -24,6 +24,7 @@ from rollout_io.formats.base import Adapter, Options, Place, Run
 from rollout_io.formats.dialects.bodies import value_of
 from rollout_io.formats.engines.files import Start
 from rollout_io.formats.engines.records import Records
+from rollout_io.formats.grammar import like
 from rollout_io.formats.parsing.jsonl import decode_document, decode_line, first_lines
 from schemas.errors import InputError, RolloutError
 
@@ -69,8 +70,10 @@ def _terminal_bench(record: Any) -> str | None:
 
 
 def _agents_sdk_trace(record: Any) -> str | None:
-    is_trace = isinstance(record, Mapping) and record.get("object") in {"trace", "trace.span"}
-    return "the trace of OpenAI's Agents SDK has no texts" if is_trace else None
+    return "the trace of OpenAI's Agents SDK has no texts" if _is_trace(record) else None
+
+
+_is_trace = like({"object": {"trace", "trace.span"}})
 
 
 REFUSED = {

@@ -35,8 +35,9 @@ def damaged(content, rng):
 
 def possible_counts(content):
     """How many records lines are: those that are not blank; or 1, where they may be one document."""
-    lines = [line.strip() for line in content.split(b"\n") if line and not line.isspace()]
-    is_document = bool(lines) and (lines[0] == b"{" or lines[0].startswith(b"["))
+    lines = [line for line in content.split(b"\n") if line and not line.isspace()]
+    first = lines[0].strip() if lines else b""
+    is_document = first == b"{" or first.startswith(b"[")
     is_other = not any(map(_is_record, lines[:8]))  # such as UTF-16, or a file that was cut
     return {len(lines), 1} if is_document or is_other else {len(lines)}
 

@@ -165,7 +165,7 @@ def _format(form: Mapping[str, Any] | None) -> Fields | None:
 
 def _tools(request: ResponsesRequest, path: str) -> Fields:
     for tool in request.tools or ():
-        if tool.get("type") not in _CLIENTS_TOOLS:
+        if str(tool.get("type")) not in _CLIENTS_TOOLS:
             what = f"the tool {tool.get('type')!r}, which is defined by the API,"
             raise inexpressible(path, what)
     tools = responses.tools(request.tools)
@@ -174,7 +174,7 @@ def _tools(request: ResponsesRequest, path: str) -> Fields:
     chat_fields: Fields = {"tools": tools, "parallel_tool_calls": request.parallel_tool_calls}
     choice = request.tool_choice
     if isinstance(choice, Mapping):
-        if choice.get("type") not in {"function", "custom"}:
+        if str(choice.get("type")) not in {"function", "custom"}:
             raise inexpressible(path, f"tool_choice {choice.get('type')!r}")
         choice = {"type": "function", "function": {"name": choice.get("name")}}
     return chat_fields | {"tool_choice": choice}

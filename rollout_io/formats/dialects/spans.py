@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from rollout_io.formats.base import note
 from rollout_io.formats.dialects.bodies import value_of
 from schemas.errors import InputError
 from schemas.imports import requires_extra
@@ -35,6 +36,7 @@ FORMS = (
 )
 """Keys of a record by which a form is known, and the tool that writes it."""
 
+SCORE_IDS = "scores of which the trace has only the ids: left out"
 _VALUES = ("stringValue", "intValue", "doubleValue", "boolValue", "bytesValue")
 
 
@@ -144,7 +146,7 @@ def _of_langfuse(record: Mapping[str, Any], where: str) -> Iterator[Span]:
     scores = [
         score
         for holder in (trace, record)
-        for score in _objects(holder.get("scores"), f"{where}, scores")
+        for score in _objects(_without_ids(holder.get("scores")), f"{where}, scores")
         if isinstance(score.get("value"), int | float | bool)
     ]
     named = {str(score.get("name")): float(score["value"]) for score in scores}
@@ -174,6 +176,15 @@ def _of_langfuse(record: Mapping[str, Any], where: str) -> Iterator[Span]:
             labels={name: str(text) for name, text in labels.items() if text},
             opinions=opinions,
         )
+
+
+def _without_ids(scores: Any) -> Any:
+    """Return scores without those that Langfuse's list of traces has as ids."""
+    if not isinstance(scores, list):
+        return scores
+    stated = [score for score in scores if not isinstance(score, str)]
+    note(SCORE_IDS, len(scores) - len(stated))
+    return stated
 
 
 def _of_mlflow(record: Mapping[str, Any], where: str) -> Iterator[Span]:

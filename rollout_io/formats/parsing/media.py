@@ -99,7 +99,7 @@ def is_media(part: Mapping[str, Any]) -> bool:
 def _fields_of(part: Mapping[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any]] | None:
     """Return the kind of a part that is not text, all its fields on one level, and its source."""
     kind, held = _KINDS.get(str(part.get("type"))), part.get("source")
-    if kind is None or (isinstance(held, Mapping) and held.get("type") in {"text", "content"}):
+    if kind is None or (isinstance(held, Mapping) and str(held.get("type")) in {"text", "content"}):
         return None  # a document of Anthropic's API may be text
     fields = dict(part)
     for name in _HOLDERS:

@@ -329,7 +329,7 @@ def _without_tokens(raw: msgspec.Raw) -> RawItem:
 def _said(raw_item: RawItem, place: str) -> list[str]:
     """Return the texts of a message or reasoning item; an empty list for other items."""
     item = decode_line(_ANY_ITEM_DECODER, msgspec.json.encode(raw_item), place)
-    if item.get("type", "message") not in {"message", "reasoning"}:
+    if str(item.get("type", "message")) not in {"message", "reasoning"}:
         return []
     return [part for name in ("summary", "content") for part in _parts(item.get(name))]
 

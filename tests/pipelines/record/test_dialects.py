@@ -71,6 +71,8 @@ REFUSED = {
     ],
     Responses: [
         ({"tools": [{"type": "web_search"}]}, "web_search"),
+        ({"tools": [{"type": ["function"]}]}, "['function']"),
+        ({"tool_choice": {"type": {}}}, "tool_choice {}"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"input": []}, "input"),

@@ -57,9 +57,10 @@ def test_no_damage_gives_anything_but_named_errors(tmp_path_factory, data):
 def test_lines_without_a_conversation_are_refused_one_by_one(tmp_path):
     name, path = "openai_agents_trace", tmp_path / "a.jsonl"
     line = {"object": "trace.span", "id": "s", "span_data": {}}
-    path.write_text(f"{json.dumps(line)}\n" * 2)
+    lines = [line, line, line | {"object": ["trace.span"]}]
+    path.write_text("".join(f"{json.dumps(one)}\n" for one in lines))
     assert REFUSED[name].recognizes(Start(path))
     _, rejected, _ = found_in(REFUSED[name], path)
     assert [(r.error.rule, r.place.where) for r in rejected] == [
-        ("no_conversation", f"{path}:{i}") for i in (1, 2)
+        ("no_conversation", f"{path}:{i}") for i in (1, 2, 3)
     ]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rollout_io.formats.base import Options, noted
 from rollout_io.formats.dialects.model_spans import PLAIN
-from rollout_io.formats.dialects.spans import spans_in, tree_of
+from rollout_io.formats.dialects.spans import SCORE_IDS, spans_in, tree_of
 from rollout_io.formats.engines.files import Start
 from rollout_io.formats.traces import (
     ADAPTER,
@@ -280,6 +280,11 @@ def test_langfuse_generations_scores_and_agents_are_read(tmp_path):
     assert run.labels == {"trace": "t", "name": "weather", "session": "s"}
 
 
+def test_scores_that_are_only_ids_are_left_out_and_counted(tmp_path):
+    _, notes = notes_of(tmp_path, langfuse(scores=["s1", "s2"]))
+    assert notes[SCORE_IDS] == 2
+
+
 SILENT = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 NAMED = {"toolCallId": "c1", "toolName": "weather", "input": {"city": "Rome"}}
 
@@ -475,7 +480,7 @@ def test_the_error_of_the_outermost_span_is_the_error_of_the_run(tmp_path):
     [
         ({"id": "t", "observations": [1]}, "observations[0]"),
         ({"id": "t", "observations": True}, "observations"),
-        ({"id": "t", "observations": [{}], "scores": ["x"]}, "scores[0]"),
+        ({"id": "t", "observations": [{}], "scores": [1]}, "scores[0]"),
         ({"resourceSpans": [{"scopeSpans": [{"spans": 1}]}]}, "a.json"),
         ({"info": {"assessments": 1}, "data": {"spans": []}}, "assessments"),
         ({"info": {}, "data": {"spans": [None]}}, "spans[0]"),
