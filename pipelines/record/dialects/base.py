@@ -371,7 +371,7 @@ def _engine_part(part: Message, path: str) -> Message:
     kind, source = part.get("type"), part.get("source")
     if kind == "text":
         return part
-    if isinstance(source, Mapping) and kind in {"image", "video", "audio"}:
+    if isinstance(source, Mapping) and str(kind) in {"image", "video", "audio"}:
         mime, data = source.get("media_type") or _FALLBACK_TYPE, source.get("data")
         url = source.get("url") if data is None else _DATA_URL.format(mime, data)
         if kind == "audio" and data is not None:

@@ -87,7 +87,7 @@ def messages(history: Iterable[Any], where: str) -> list[Message]:
         logged = _without_wrapper(logged) if isinstance(logged, Mapping) else logged
         if isinstance(logged, Mapping) and logged.get("kind") == "request":
             stated = logged.get("instructions")
-            if instructions is not None and stated not in {None, instructions}:
+            if instructions is not None and stated is not None and str(stated) != instructions:
                 raise bad_message(place, "the instructions differ from those of an earlier request")
             if stated and instructions is None:
                 instructions = str(stated)

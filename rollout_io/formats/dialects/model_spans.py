@@ -82,7 +82,7 @@ def is_call(span: Span) -> bool:
     if span.kind:
         return span.kind in _CALLS
     if operation is not None:
-        return operation in _OPERATIONS
+        return str(operation) in _OPERATIONS
     return any(
         first_value(span, (name,)) for name in ("gen_ai.output.messages", "gen_ai.completion")
     )

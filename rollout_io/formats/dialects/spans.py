@@ -199,7 +199,7 @@ def _of_mlflow(record: Mapping[str, Any], where: str) -> Iterator[Span]:
             scores[name] = float(value)
             source = assessment.get("source")
             judge = source.get("source_type") if isinstance(source, Mapping) else None
-            if assessment.get("span_id") or judge in {"LLM_JUDGE", "AI_JUDGE"}:
+            if assessment.get("span_id") or str(judge) in {"LLM_JUDGE", "AI_JUDGE"}:
                 opinions.add(name)
     labels = {"session": str(info["session"])} if info.get("session") else {}
     for span in _objects(spans, f"{where}, spans"):

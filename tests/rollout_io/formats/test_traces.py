@@ -280,6 +280,14 @@ def test_langfuse_generations_scores_and_agents_are_read(tmp_path):
     assert run.labels == {"trace": "t", "name": "weather", "session": "s"}
 
 
+@pytest.mark.parametrize("kind", [["chat"], {"is": "chat"}, 7])
+def test_an_operation_that_is_no_text_is_no_call(kind, tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", sdk(0, {"gen_ai.operation.name": kind}))
+    (run,) = planned(ADAPTER, path).runs
+    with refused("no_calls"):
+        ADAPTER.read(run, Options())
+
+
 def test_scores_that_are_only_ids_are_left_out_and_counted(tmp_path):
     _, notes = notes_of(tmp_path, langfuse(scores=["s1", "s2"]))
     assert notes[SCORE_IDS] == 2
