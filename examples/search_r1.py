@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 
 from examples.retriever import BM25, read_corpus, serving
 from trainer.config.train_config import to_toml
-from trainer.reports.plot import read_metrics
+from trainer.reports.run_plot import read_metrics
 from trainer.run.checkpoint import latest_checkpoint
 
 CONFIG = Path(__file__).with_suffix(".toml")

@@ -10,7 +10,7 @@
 
 A rule has the id of its error, an expression that is true where facts break it, and the parts of its
 message. Facts are a table with a column `name`, the place of the error: a row, a model, or the dataset.
-`trainer.run.dataset_facts` and `model_facts` collect them, and have `refuse` evaluate the rules. The
+`trainer.run.dataset_checks` and `model_checks` collect them, and have `refuse` evaluate the rules. The
 named invariants are not among them: `rollout_io.validate` refuses what breaks one.
 """
 

@@ -24,7 +24,7 @@ import trainer.cli.train
 import trainer.distributed.accelerator
 import trainer.engine.embedded
 import trainer.rl.loop
-import trainer.run.model_facts
+import trainer.run.model_checks
 import trainer.run.open_run
 from rollout_io.cli.main import run as run_command
 from rollout_io.cli.output import shown_log
@@ -198,7 +198,7 @@ def start(job, rank, port):
 def load_tokenizer_once(model):
     """Loading SmolLM2's tokenizer takes longer than most runs."""
     loaded = load_tokenizer(model)
-    for module in (trainer.rl.loop, trainer.engine.embedded, trainer.run.model_facts):
+    for module in (trainer.rl.loop, trainer.engine.embedded, trainer.run.model_checks):
         module.load_tokenizer = lambda *_, **__: loaded  # type: ignore[attr-defined]
 
 

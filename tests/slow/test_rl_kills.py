@@ -25,14 +25,14 @@ from pathlib import Path
 
 import transformers.models.llama.modeling_llama
 
-import trainer.engine.embedded, trainer.training, trainer.rl.loop, trainer.run.model_facts
+import trainer.engine.embedded, trainer.training, trainer.rl.loop, trainer.run.model_checks
 from rollout_io.retokenize.tokenizer import load_tokenizer
 from tests.helpers.configs import from_saved
 from tests.helpers.rl_helpers import replay
 from trainer import rl
 
 tokenizer = load_tokenizer(sys.argv[1])
-for module in (trainer.rl.loop, trainer.engine.embedded, trainer.run.model_facts):
+for module in (trainer.rl.loop, trainer.engine.embedded, trainer.run.model_checks):
     module.load_tokenizer = lambda *_, **__: tokenizer
 
 

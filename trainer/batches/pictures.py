@@ -186,8 +186,8 @@ def _shown(forest: Forest, pictures: BatchPictures, stands: Any, before: IntArra
     )
 
 
-MOST_PREPARED = 64
-"""Prepared pictures kept in memory: one is 5 to 30 MB."""
+MOST_PREPROCESSED = 64
+"""Preprocessed pictures kept in memory: one is 5 to 30 MB."""
 
 
 def placeholder_of(model: str) -> int | None:
@@ -217,13 +217,13 @@ class PictureReader:
         placeholder = placeholder_of(model)
         assert placeholder is not None
         self.placeholder = placeholder
-        self._prepare = load_image_processor(model)
+        self._preprocess = load_image_processor(model)
         self._stores = stores
-        self._prepared = lru_cache(maxsize=MOST_PREPARED)(self._read)
+        self._preprocessed = lru_cache(maxsize=MOST_PREPROCESSED)(self._read)
 
     def load(self, names: Sequence[str]) -> list[Mapping[str, Tensor]]:
         """Return what the image processor makes of each picture: tensors by name."""
-        return [self._prepared(name) for name in names]
+        return [self._preprocessed(name) for name in names]
 
     def open(self, name: str, where: str = "") -> Image.Image:
         """Read a picture, in RGB; `where` is the row that shows it, for messages.
@@ -240,15 +240,15 @@ class PictureReader:
         picture: Image.Image = open_picture(content, where or name)
         return picture
 
-    def prepare(self, picture: Image.Image, where: str) -> Mapping[str, Tensor]:
-        """Return what the image processor makes of a picture; see the function `prepare`."""
-        return prepare(self._prepare, picture, where)
+    def preprocess(self, picture: Image.Image, where: str) -> Mapping[str, Tensor]:
+        """Return what the image processor makes of a picture; see the function `preprocess`."""
+        return preprocess(self._preprocess, picture, where)
 
     def _read(self, name: str) -> Mapping[str, Tensor]:
-        return self.prepare(self.open(name), name)
+        return self.preprocess(self.open(name), name)
 
 
-def prepare(
+def preprocess(
     processor: Callable[[Image.Image], Mapping[str, Tensor]], picture: Image.Image, where: str
 ) -> Mapping[str, Tensor]:
     """Return what an image processor makes of a picture.

@@ -215,7 +215,7 @@ def plot(
     if are_runs == {True}:
         if max_row_tokens is not None:
             raise click.UsageError("--max-row-tokens applies to datasets, not to runs.")
-        from trainer.reports.plot import plot_runs
+        from trainer.reports.run_plot import plot_runs
 
         image = out or _image_of(paths, is_run=True)
         drawn = ", ".join(plot_runs([Path(path) for path in paths], Path(image), metrics))
@@ -224,7 +224,7 @@ def plot(
             raise click.UsageError("--metric applies to runs, not to datasets.")
         from rollout_io.cli.options import open_valid
         from trainer.reports.dataset_plot import plot_datasets
-        from trainer.reports.plot import check_image
+        from trainer.reports.run_plot import check_image
 
         image = out or _image_of(paths, is_run=False)
         check_image(Path(image))

@@ -17,7 +17,7 @@ from pipelines.generation.engines.base import Picture, Sampling
 from rollout_io.retokenize.processor import open_picture
 from schemas.errors import EngineError, InputError, count
 from trainer.batches.forest import Forest, Pictures
-from trainer.batches.pictures import MOST_PREPARED, PictureReader
+from trainer.batches.pictures import MOST_PREPROCESSED, PictureReader
 from trainer.models.pictures import MUTUAL, picture_inputs, shows_pictures
 from trainer.models.router_replay import recorded
 
@@ -92,7 +92,7 @@ def continue_batch(
     ends: Collection[int],
     decode: Decode,
     finished: Callable[[Request], None],
-    prepare: Prepare | None = None,
+    preprocess: Preprocess | None = None,
 ) -> None:
     """Sample the responses of a batch of requests until every request has a stop reason.
 
@@ -104,11 +104,11 @@ def continue_batch(
         ends: Ids that end a sequence.
         decode: Converts ids to text, for the stop strings of the given settings.
         finished: Called with each request when it ends.
-        prepare: Returns what the model's image processor makes of a picture; None: there are none.
+        preprocess: Returns what the model's image processor makes of a picture; None: there are none.
     """
     ids, mask = (part.to(model.device) for part in _padded([r.prompt for r in requests]))
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    inputs = {} if prepare is None else shown_inputs(model, requests, ids, mask, prepare)
+    inputs = {} if preprocess is None else shown_inputs(model, requests, ids, mask, preprocess)
     positions = inputs.pop("position_ids", positions)
     cache = DynamicCache(config=model.config)
     # Transformers 5.24 renamed the argument, and warns about the earlier name.
@@ -250,23 +250,23 @@ def sample_tokens(
     return [int(token) for token, _ in sampled], [logprob for _, logprob in sampled], sets
 
 
-Prepare = Callable[[bytes], Mapping[str, Tensor]]
+Preprocess = Callable[[bytes], Mapping[str, Tensor]]
 
 
-def preparing(model: str) -> Prepare:
-    """Return a function that prepares the content of a picture for a model, and keeps the last ones.
+def preprocessor_of(model: str) -> Preprocess:
+    """Return a function that preprocesses the content of a picture for a model, and keeps the last ones.
 
     Raises:
         InputError: `processor`: the image processor cannot be loaded.
     """
     reader = PictureReader(model, ())
 
-    @lru_cache(maxsize=MOST_PREPARED)
-    def prepared(content: bytes) -> Mapping[str, Tensor]:
+    @lru_cache(maxsize=MOST_PREPROCESSED)
+    def preprocessed(content: bytes) -> Mapping[str, Tensor]:
         where = "a picture of the prompt"
-        return reader.prepare(open_picture(content, where), where)
+        return reader.preprocess(open_picture(content, where), where)
 
-    return prepared
+    return preprocessed
 
 
 def check_shown(model: Any, prompt: Sequence[int], pictures: Sequence[Picture]) -> None:
@@ -296,7 +296,7 @@ def shown_inputs(
     requests: Sequence[Any],
     ids: Tensor,
     is_real: Tensor,
-    prepare: Prepare,
+    preprocess: Preprocess,
 ) -> dict[str, Any]:
     """Return the arguments of the first forward pass of a batch that depend on its pictures.
 
@@ -307,7 +307,7 @@ def shown_inputs(
         requests: [B] requests, each with its `pictures`.
         ids: [B, L] ids, padded on the left.
         is_real: [B, L] false at padding.
-        prepare: Prepares the content of a picture.
+        preprocess: Preprocesses the content of a picture.
 
     Returns:
         Features, types of tokens if those of a picture see each other, and `position_ids`
@@ -335,7 +335,7 @@ def shown_inputs(
         node=torch.cat(nodes),
         feature=torch.cat(features),
         ends=ids.new_tensor(ends),
-        load=lambda: [prepare(content) for content in contents],
+        load=lambda: [preprocess(content) for content in contents],
     )
     forest = Forest(
         token_ids=ids[real],

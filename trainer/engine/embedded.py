@@ -26,7 +26,13 @@ from rollout_io.retokenize.chat_template import normalize
 from rollout_io.retokenize.tokenizer import ChatTokenizer, load_tokenizer
 from schemas.errors import EngineError, InputError
 from schemas.metadata import LogprobsMode
-from trainer.engine.batching import Prepare, Request, check_shown, continue_batch, preparing
+from trainer.engine.batching import (
+    Preprocess,
+    Request,
+    check_shown,
+    continue_batch,
+    preprocessor_of,
+)
 from trainer.models.policy import load_policy
 
 _GATHERING_S = 0.005
@@ -176,7 +182,7 @@ class TransformersEngine(InProcessEngine):
         self._waiting: list[tuple[Request, asyncio.Future[Sampled]]] = []
         self._runner: asyncio.Task[None] | None = None
         self._weights = asyncio.Lock()
-        self._prepare: Prepare | None = None
+        self._preprocess: Preprocess | None = None
 
     @classmethod
     def load(
@@ -237,19 +243,19 @@ class TransformersEngine(InProcessEngine):
         prompt = list(prompt_token_ids)
         check_shown(self.model, prompt, pictures)
         if pictures:
-            await asyncio.to_thread(self._prepare_all, pictures)
+            await asyncio.to_thread(self._preprocess_all, pictures)
         request, future = self._request(prompt, sampling, pictures)
         self._waiting.append((request, future))
         if self._runner is None:
             self._runner = asyncio.create_task(self._run())
         return await future
 
-    def _prepare_all(self, pictures: Sequence[Picture]) -> None:
-        """Prepare pictures, so that one that cannot be shown fails its own call only."""
-        if self._prepare is None:
-            self._prepare = preparing(self.model.config.name_or_path)
+    def _preprocess_all(self, pictures: Sequence[Picture]) -> None:
+        """Preprocess pictures, so that one that cannot be shown fails its own call only."""
+        if self._preprocess is None:
+            self._preprocess = preprocessor_of(self.model.config.name_or_path)
         for picture in pictures:
-            self._prepare(picture.content)
+            self._preprocess(picture.content)
 
     async def load_weights(self, path: str, *, policy_version: int) -> None:
         """See `Engine.load_weights`; a running batch finishes with the old weights."""
@@ -320,7 +326,7 @@ class TransformersEngine(InProcessEngine):
                 ends=self._ends,
                 decode=self._decode,
                 finished=finished,
-                prepare=self._prepare,
+                preprocess=self._preprocess,
             )
         except Exception as error:
             for future in futures.values():

@@ -17,7 +17,7 @@ from pipelines.statistics.savings import Cost, dataset_savings
 from pipelines.statistics.summary import Summary, dataset_summary
 from rollout_io.dataset.parallel import Workers
 from schemas.errors import count
-from trainer.reports import plot
+from trainer.reports import run_plot
 
 LAYOUTS = {
     "step": "steps",
@@ -86,20 +86,20 @@ def plot_datasets(
 
     Args:
         datasets: Paths of valid datasets, and the workers that read each.
-        out: Image file that `plot.check_image` accepts; the format follows from the extension.
+        out: Image file that `run_plot.check_image` accepts; the format follows from the extension.
         max_row_tokens: Length to mark, beyond which training truncates rows.
     """
-    names = plot.names_of(list(datasets))
+    names = run_plot.names_of(list(datasets))
     statistics = [
         DatasetStatistics.of(path, name, workers)
         for name, (path, workers) in zip(names, datasets.items(), strict=True)
     ]
-    plot.save(dataset_figure(statistics, max_row_tokens), out)
+    run_plot.save(dataset_figure(statistics, max_row_tokens), out)
 
 
 def dataset_figure(datasets: Sequence[DatasetStatistics], max_row_tokens: int | None = None) -> Any:
     """Draw one dataset in full, or overlay several."""
-    figure, axes = plot.panels(6, 2, (4.3, 3.0))
+    figure, axes = run_plot.panels(6, 2, (4.3, 3.0))
     prompts, responses, rows, rewards, drift, layouts = axes
     lengths = [dataset.summary.lengths for dataset in datasets]
     _draw_lengths(prompts, "Prompts", [table["prompt"] for table in lengths])
@@ -116,11 +116,11 @@ def dataset_figure(datasets: Sequence[DatasetStatistics], max_row_tokens: int | 
             f"{count(numbers['num_trajectories'], 'trajectory')} in "
             f"{count(numbers['num_groups'], 'group')}"
         )
-        figure.suptitle(f"{plot.shortened(datasets[0].name)}: {counts}", **place)
+        figure.suptitle(f"{run_plot.shortened(datasets[0].name)}: {counts}", **place)
     else:
         _draw_profiles(rewards, [dataset.summary.returns for dataset in datasets])
         _draw_drift(drift, datasets)
-        plot.legend(figure, [dataset.name for dataset in datasets], 2)
+        run_plot.legend(figure, [dataset.name for dataset in datasets], 2)
     _draw_layouts(layouts, [dataset.costs for dataset in datasets])
     return figure
 
@@ -141,13 +141,13 @@ def _draw_lengths(
     if len(lengths) == 1:
         values = lengths[0]
         detail = f"median {ordered[(len(ordered) - 1) // 2]:,}, longest {high:,}"
-        axis.hist(values.to_numpy(), bins=edges, color=plot.color(0), alpha=0.85)
+        axis.hist(values.to_numpy(), bins=edges, color=run_plot.color(0), alpha=0.85)
         axis.yaxis.set_major_locator(_whole_numbers())
         axis.set_ylabel("rows", fontsize=9.5)
     else:
         detail = "share of each dataset's rows"
         for number, values in enumerate(lengths):
-            _draw_outline(axis, values, edges, plot.color(number))
+            _draw_outline(axis, values, edges, run_plot.color(number))
         axis.yaxis.set_major_formatter(_percent())
         axis.set_ylabel("share of rows", fontsize=9.5)
     if cut_off is not None:
@@ -157,7 +157,7 @@ def _draw_lengths(
         axis.axvline(cut_off, color="#d62728", linewidth=1.4, linestyle="--")
     _count_tokens(axis.xaxis)
     axis.set_xlabel("tokens", fontsize=9.5)
-    plot.title(axis, name, detail)
+    run_plot.title(axis, name, detail)
 
 
 def _draw_outline(axis: Any, values: pl.Series, edges: npt.NDArray[np.int64], color: str) -> None:
@@ -197,9 +197,9 @@ def _draw_groups(axis: Any, returns: pl.DataFrame) -> None:
     low, high, mean = (groups[name].to_numpy() for name in ("low", "high", "mean"))
     axis.vlines(places[varied], low[varied], high[varied], color="C0", alpha=0.35, linewidth=2)
     axis.plot(places[varied], mean[varied], color="C0", **small)
-    axis.plot(places[~varied], mean[~varied], color=plot.GREY, **small)
+    axis.plot(places[~varied], mean[~varied], color=run_plot.GREY, **small)
     if len(groups) <= _MAX_NAMED:
-        names = [plot.shortened(name, 16) for name in groups["instance_id"]]
+        names = [run_plot.shortened(name, 16) for name in groups["instance_id"]]
         axis.set_xticks(places, names, rotation=45, ha="right", rotation_mode="anchor", fontsize=8)
     else:
         axis.set_xlabel("groups, best first", fontsize=9.5)
@@ -208,7 +208,7 @@ def _draw_groups(axis: Any, returns: pl.DataFrame) -> None:
     detail = f"{int(varied.sum()):,} with different rewards, {num_equal:,} equal (grey)"
     if num_single:
         detail += f", {num_single:,} with one known reward"
-    plot.title(axis, "Reward by group", detail)
+    run_plot.title(axis, "Reward by group", detail)
 
 
 def _draw_profiles(axis: Any, returns: Sequence[pl.DataFrame]) -> None:
@@ -220,11 +220,11 @@ def _draw_profiles(axis: Any, returns: Sequence[pl.DataFrame]) -> None:
     for number, means in enumerate(profiles):
         if len(means):
             share = np.linspace(0, 1, len(means) + 1)
-            axis.stairs(means, share, baseline=None, color=plot.color(number), linewidth=1.7)
+            axis.stairs(means, share, baseline=None, color=run_plot.color(number), linewidth=1.7)
     axis.xaxis.set_major_formatter(_percent())
     axis.set_xlabel("groups", fontsize=9.5)
     axis.set_ylabel("mean return", fontsize=9.5)
-    plot.title(axis, name, detail)
+    run_plot.title(axis, name, detail)
 
 
 def _draw_causes(axis: Any, dataset: DatasetStatistics) -> None:
@@ -245,7 +245,7 @@ def _draw_causes(axis: Any, dataset: DatasetStatistics) -> None:
         bar = {"bottom": bottom, "label": cause.replace("_", " ")}
         axis.bar(places, counts, 0.85 * width, color=_CAUSE_COLORS[cause], **bar)
         bottom = bottom + counts
-    rest = {"bottom": bottom, "color": plot.FAINT, "label": "continues"}
+    rest = {"bottom": bottom, "color": run_plot.FAINT, "label": "continues"}
     axis.bar(places, following - bottom, 0.85 * width, **rest)
     axis.xaxis.set_major_locator(_whole_numbers())
     axis.yaxis.set_major_locator(_whole_numbers())
@@ -255,7 +255,7 @@ def _draw_causes(axis: Any, dataset: DatasetStatistics) -> None:
     axis.legend(loc="upper right", fontsize=8, ncols=3, frameon=False, handlelength=1)
     num = int(bottom.sum())
     detail = f"{num:,} of {count(int(following.sum()), 'step')} following another, by cause"
-    plot.title(axis, _BREAKS, detail)
+    run_plot.title(axis, _BREAKS, detail)
 
 
 def _draw_drift(axis: Any, datasets: Sequence[DatasetStatistics]) -> None:
@@ -269,13 +269,13 @@ def _draw_drift(axis: Any, datasets: Sequence[DatasetStatistics]) -> None:
         }
         marker = "o" if len(shares) <= _MAX_TURNS else None
         style = {"marker": marker, "markersize": 4, "linewidth": 1.4}
-        axis.plot(list(shares), list(shares.values()), color=plot.color(number), **style)
+        axis.plot(list(shares), list(shares.values()), color=run_plot.color(number), **style)
     axis.set_ylim(bottom=0)
     axis.xaxis.set_major_locator(_whole_numbers())
     axis.yaxis.set_major_formatter(_percent())
     axis.set_xlabel("step_index", fontsize=9.5)
     axis.set_ylabel("share of steps", fontsize=9.5)
-    plot.title(axis, _BREAKS, "share of the steps following another")
+    run_plot.title(axis, _BREAKS, "share of the steps following another")
 
 
 def _binned(counts: Mapping[int, int], last: int, width: int) -> npt.NDArray[np.float64]:
@@ -293,7 +293,7 @@ def _draw_layouts(axis: Any, costs: Sequence[Mapping[str, Cost]]) -> None:
     for number, cost in enumerate(costs):
         tokens = [cost[name].num_tokens for name in LAYOUTS]
         at = places + (number - (len(costs) - 1) / 2) * height
-        bars = axis.barh(at, tokens, 0.9 * height, color=plot.color(number), alpha=0.85)
+        bars = axis.barh(at, tokens, 0.9 * height, color=run_plot.color(number), alpha=0.85)
         labels = [f"{num / tokens[0]:.0%}" if tokens[0] else "" for num in tokens]
         axis.bar_label(bars, labels, padding=3, fontsize=9 if len(costs) <= 2 else 7)
     axis.set_yticks(places, list(LAYOUTS.values()))
@@ -302,15 +302,15 @@ def _draw_layouts(axis: Any, costs: Sequence[Mapping[str, Cost]]) -> None:
     axis.set_xlim(0, 1.15 * max(most, 1))
     _count_tokens(axis.xaxis)
     axis.set_xlabel("tokens", fontsize=9.5)
-    plot.title(axis, "Tokens that training forwards", "by layout; % of separate steps")
+    run_plot.title(axis, "Tokens that training forwards", "by layout; % of separate steps")
 
 
 def _draw_nothing(axis: Any, name: str, why: str) -> None:
-    plot.title(axis, name)
+    run_plot.title(axis, name)
     axis.grid(visible=False)
     axis.set_xticks([])
     axis.set_yticks([])
-    axis.text(0.5, 0.5, why, ha="center", transform=axis.transAxes, color=plot.GREY)
+    axis.text(0.5, 0.5, why, ha="center", transform=axis.transAxes, color=run_plot.GREY)
 
 
 def _count_tokens(axis: Any) -> None:

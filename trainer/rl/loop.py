@@ -55,12 +55,12 @@ from trainer.rl.reporting import (
     num_greedy_rows,
     rollout_numbers,
 )
-from trainer.rl.resume import find_checkpoint, prepare
+from trainer.rl.resume import find_checkpoint, roll_back
 from trainer.rl.weight_sync import WeightSwapEngine, WeightSync
 from trainer.run.checkpoint import checkpoint_facts, checkpoint_path
 from trainer.run.directory import alone_in, stays_in_place, stops_when_full
 from trainer.run.messages import say, say_attention, say_learning_rate, show, warn
-from trainer.run.model_facts import check_tokenizers, model_digests
+from trainer.run.model_checks import check_tokenizers, model_digests
 from trainer.run.resume import generators, say_if_new
 from trainer.run.run_log import RunLog, record_start
 from trainer.run.token_records import say_size
@@ -218,11 +218,11 @@ def _facts(config: RlConfig, checkpoint: Path | None) -> dict[str, Any]:
 
 
 def _open(config: RlConfig, learning: Learning, held: ExitStack) -> dict[int, float | None]:
-    """Lock the run's directory, and roll it back to the state to resume from; see `prepare`."""
+    """Lock the run's directory, and roll it back to the state to resume from; see `roll_back`."""
     out = Path(config.run.out)
     out.mkdir(parents=True, exist_ok=True)
     held.enter_context(alone_in(out))
-    evaluated = prepare(config, learning.progress)
+    evaluated = roll_back(config, learning.progress)
     record_start(out, learning.accelerator, learning.training, learning.progress.global_step)
     return evaluated
 

@@ -61,7 +61,7 @@ def find_checkpoint(config: RlConfig, *, resume: bool) -> Path | None:
     return latest_checkpoint(out)
 
 
-def prepare(config: RlConfig, progress: Progress) -> dict[int, float | None]:
+def roll_back(config: RlConfig, progress: Progress) -> dict[int, float | None]:
     """Roll a run's directory back to the state to resume from, and save the configuration.
 
     Returns:

@@ -42,9 +42,9 @@ from trainer.models.policy import (
     use_float32_head,
 )
 from trainer.run.checkpoint import check_files, checkpoint_facts, other_files
-from trainer.run.dataset_facts import check_dataset, num_greedy_rows, scan_rows
+from trainer.run.dataset_checks import check_dataset, num_greedy_rows, scan_rows
 from trainer.run.messages import Remark, say, say_attention, say_learning_rate, show, warn
-from trainer.run.model_facts import check_tokenizers, model_digests
+from trainer.run.model_checks import check_tokenizers, model_digests
 from trainer.run.resume import (
     IN_DIGEST,
     check_max_updates,
@@ -158,7 +158,7 @@ def open_models(
             accelerator, lambda: _progress(config, start, digest, keeps=keeps_lines)
         )
         models = agreed(accelerator, lambda: load_models(config, start))
-        run = prepare(accelerator, config, models)
+        run = make_run(accelerator, config, models)
         if accelerator.num_processes > 1:
             where = count(len(set(machines())), "machine")
             say(f"training with {accelerator.num_processes} processes on {where}")
@@ -329,7 +329,7 @@ def compiles(config: ModelConfig, policy: Policy) -> bool:
     return config.compile_layers
 
 
-def prepare(accelerator: Accelerator, config: TrainConfig, models: Models) -> Run:
+def make_run(accelerator: Accelerator, config: TrainConfig, models: Models) -> Run:
     """Create the optimizers, and place models and optimizers on the run's processes and devices.
 
     Raises:

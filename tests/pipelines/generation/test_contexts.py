@@ -210,7 +210,7 @@ def marks_of(agent, layout):
 def test_the_loop_trains_what_an_agent_sampled_and_nothing_else(
     tmp_path, saved, tokenizer, monkeypatch, agent, layout
 ):
-    for module in ("trainer.rl.loop", "trainer.engine.embedded", "trainer.run.model_facts"):
+    for module in ("trainer.rl.loop", "trainer.engine.embedded", "trainer.run.model_checks"):
         monkeypatch.setattr(f"{module}.load_tokenizer", lambda *_, **__: tokenizer)
     training = {"sequence_layout": layout, "groups_per_batch": 1}
     generate = {"agent": f"{__name__}:{agent}", "environment": None}

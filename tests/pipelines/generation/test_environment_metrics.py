@@ -99,7 +99,7 @@ def test_an_aggregation_that_fails_leaves_means_and_a_warning(model, tokenizer, 
 
 @pytest.mark.slow
 def test_the_loop_logs_what_the_environment_makes_of_its_metrics(tmp_path, tokenizer, monkeypatch):
-    for module in ("trainer.rl.loop", "trainer.engine.embedded", "trainer.run.model_facts"):
+    for module in ("trainer.rl.loop", "trainer.engine.embedded", "trainer.run.model_checks"):
         monkeypatch.setattr(f"{module}.load_tokenizer", lambda *_, **__: tokenizer)
     model_dir = save_model(tmp_path / "model", tokenizer)
     sampling = {"environment": f"{HERE}:Lengths"}

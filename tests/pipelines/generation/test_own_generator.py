@@ -40,7 +40,7 @@ def model_dir(tmp_path_factory, tokenizer):
 def _one_loading(monkeypatch, tokenizer):
     """Loading SmolLM2's tokenizer takes longer than most of these runs."""
     for module in (
-        *("trainer.rl.loop", "trainer.engine.embedded", "trainer.run.model_facts"),
+        *("trainer.rl.loop", "trainer.engine.embedded", "trainer.run.model_checks"),
         "pipelines.generation.run",
     ):
         monkeypatch.setattr(f"{module}.load_tokenizer", lambda *_, **__: tokenizer)

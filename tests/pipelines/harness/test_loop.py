@@ -42,7 +42,7 @@ def model(tmp_path_factory, tokenizer):
 
 @pytest.fixture(autouse=True)
 def _one_loading(monkeypatch, tokenizer):
-    loading = ("trainer.rl.loop", "trainer.engine.embedded", "trainer.run.model_facts")
+    loading = ("trainer.rl.loop", "trainer.engine.embedded", "trainer.run.model_checks")
     for module in (*loading, "pipelines.generation.run"):
         monkeypatch.setattr(f"{module}.load_tokenizer", lambda *_, **__: tokenizer)
 

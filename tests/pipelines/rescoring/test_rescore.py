@@ -23,7 +23,7 @@ from schemas.metadata import DatasetMetadata
 from tests.helpers.configs import train_config
 from tests.helpers.filter_helpers import one_step, table
 from tests.helpers.kill_helpers import run_after_20_kills
-from trainer.run.dataset_facts import scan_rows
+from trainer.run.dataset_checks import scan_rows
 
 OPTIONAL = ("messages", "response_text", "metrics")
 FUNCTIONS = '''

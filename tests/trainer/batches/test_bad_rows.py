@@ -11,7 +11,7 @@ from tests.helpers.trainer_helpers import VOCAB, step
 from trainer.batch import index_rows
 from trainer.batches.forest import RowLimit
 from trainer.batches.plan import make_plan
-from trainer.run.dataset_facts import check_rows
+from trainer.run.dataset_checks import check_rows
 
 NAN, INF = float("nan"), float("inf")
 SAMPLED = {"rollout_logprobs": [-1.0, -2.0], "temperature": 1.0}

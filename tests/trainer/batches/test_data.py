@@ -23,7 +23,7 @@ from trainer.batch import groups_with_gradient, index_rows
 from trainer.batches.forest import RowLimit, chain_lengths
 from trainer.batches.plan import dataset_returns, make_plan
 from trainer.config.sections import BatchConfig
-from trainer.run.dataset_facts import check_rollout_logprobs, check_rows
+from trainer.run.dataset_checks import check_rollout_logprobs, check_rows
 
 LIMIT = RowLimit(num_tokens=100, reason="tokens_per_micro_batch", hint="raise it")
 

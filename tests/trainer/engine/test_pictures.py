@@ -15,7 +15,7 @@ from pipelines.generation.engines.base import Picture, Sampling
 from schemas.errors import RolloutError
 from tests.helpers.trainer_helpers import save_tiny_model
 from tests.helpers.vision_models import CONFIGS, SHOWS, Part, Seen, encoded, picture_file
-from trainer.engine.batching import next_positions, preparing, shown_inputs
+from trainer.engine.batching import next_positions, preprocessor_of, shown_inputs
 from trainer.engine.embedded import TransformersEngine
 from trainer.models.policy import load_policy
 
@@ -124,9 +124,9 @@ def test_tokens_after_a_picture_at_the_end_of_a_prompt_have_the_positions_of_the
         ids.pop()  # the token after the picture
         row = torch.tensor([ids])
         requests = [SimpleNamespace(pictures=pictures)]
-        inputs = shown_inputs(plain, requests, row, torch.ones_like(row), preparing(path))
+        inputs = shown_inputs(plain, requests, row, torch.ones_like(row), preprocessor_of(path))
         longer = torch.tensor([[*ids, 5]])
-        prepared = [preparing(path)(one.content)["image_grid_thw"] for one in pictures]
+        prepared = [preprocessor_of(path)(one.content)["image_grid_thw"] for one in pictures]
         shows = (longer == SHOWS).int()
         expected, _ = plain.model.get_rope_index(longer, shows, image_grid_thw=torch.cat(prepared))
         assert torch.equal(inputs["position_ids"][1:], expected[..., :-1])

@@ -16,7 +16,7 @@ from rollout_io.cli.main import run
 from rollout_io.dataset.parallel import Workers
 from tests.helpers.table_helpers import write_example
 from trainer.reports.dataset_plot import LAYOUTS, DatasetStatistics, dataset_figure, group_rewards
-from trainer.reports.plot import GREY
+from trainer.reports.run_plot import GREY
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,12 @@ from rollout_io.cli.main import run as main
 from schemas.errors import RolloutError
 from tests.conftest import ROOT
 from trainer.cli.train import plot as verb
-from trainer.reports.plot import DEFAULT, curve, plot_runs, read_metrics, runs_figure, smoothed
+from trainer.reports.run_plot import DEFAULT, curve, plot_runs, read_metrics, runs_figure, smoothed
 
 NO_TORCH = """
 import sys
 from pathlib import Path
-from trainer.reports.plot import plot_runs
+from trainer.reports.run_plot import plot_runs
 
 plot_runs([Path(sys.argv[1])], Path(sys.argv[2]))
 assert "torch" not in sys.modules

@@ -36,7 +36,7 @@ from tests.helpers.rl_helpers import (
 from trainer import rl
 from trainer import update as updates
 from trainer.engine.embedded import TransformersEngine
-from trainer.reports.plot import read_metrics
+from trainer.reports.run_plot import read_metrics
 from trainer.rl.groups import Collector
 from trainer.rl.weight_sync import WeightSwapEngine
 from trainer.run.checkpoint import checkpoint_path
@@ -62,7 +62,7 @@ def model(tmp_path_factory, tokenizer):
 @pytest.fixture(autouse=True)
 def _one_loading(monkeypatch, tokenizer):
     """Loading SmolLM2's tokenizer takes longer than most of these runs."""
-    for module in ("trainer.rl.loop", "trainer.engine.embedded", "trainer.run.model_facts"):
+    for module in ("trainer.rl.loop", "trainer.engine.embedded", "trainer.run.model_checks"):
         monkeypatch.setattr(f"{module}.load_tokenizer", lambda *_, **__: tokenizer)
 
 

@@ -11,7 +11,7 @@ from pipelines.generation.tasks import read_tasks
 from tests.helpers.rl_helpers import HERE, config_of, lines_of, save_model, write_tasks
 from trainer import rl
 from trainer.engine.embedded import TransformersEngine
-from trainer.reports.plot import read_metrics
+from trainer.reports.run_plot import read_metrics
 from trainer.rl.evaluation import notes_of, set_metrics
 
 
@@ -81,7 +81,7 @@ def test_pass_at_n_counts_the_draws_of_n_attempts_that_hold_a_correct_one(tmp_pa
 
 @pytest.fixture
 def _one_loading(monkeypatch, tokenizer):
-    for module in ("trainer.rl.loop", "trainer.engine.embedded", "trainer.run.model_facts"):
+    for module in ("trainer.rl.loop", "trainer.engine.embedded", "trainer.run.model_checks"):
         monkeypatch.setattr(f"{module}.load_tokenizer", lambda *_, **__: tokenizer)
 
 

@@ -27,7 +27,7 @@ from tests.helpers.configs import SECTIONS
 from tests.helpers.generation_helpers import trajectories
 from tests.helpers.rl_helpers import save_model
 from trainer.engine.embedded import TransformersEngine
-from trainer.reports.plot import read_metrics
+from trainer.reports.run_plot import read_metrics
 from trainer.rl.config import EvaluateConfig
 
 DOCUMENTS = [
@@ -172,7 +172,7 @@ def test_the_whole_example_runs_and_both_layouts_make_the_same_updates(
     model = save_model(tmp_path / "model", tokenizer, max_position_embeddings=2048)
     monkeypatch.setattr("trainer.engine.embedded.TransformersEngine", Scripted)
     monkeypatch.setattr(search_r1, "stage", lambda *arguments: run(arguments))
-    for module in ("trainer.rl.loop", "trainer.engine.embedded", "trainer.run.model_facts"):
+    for module in ("trainer.rl.loop", "trainer.engine.embedded", "trainer.run.model_checks"):
         monkeypatch.setattr(f"{module}.load_tokenizer", lambda *_, **__: tokenizer)
     assert search_r1.search_r1(tmp_path / "out", 0, [*settings, f"model.path={model}"]) == 0
     text = capsys.readouterr().out

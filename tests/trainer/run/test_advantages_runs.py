@@ -31,7 +31,7 @@ from tests.helpers.trainer_helpers import (
 from trainer.batches.plan import dataset_returns, make_plan
 from trainer.config.train_config import resolved
 from trainer.models.critic import Critic, load_critic
-from trainer.run.dataset_facts import scan_rows
+from trainer.run.dataset_checks import scan_rows
 
 ESTIMATORS = ["grpo", "rloo", "maxrl", "gdpo", "reinforce++", "gae"]
 SEPARATE = {"estimator": "gdpo", "reward_weights": {"correct": 1.0, "format/length": 0.5}}

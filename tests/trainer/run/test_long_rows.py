@@ -24,7 +24,7 @@ from trainer.models.policy import row_limit
 from trainer.reports.dry_run import dry_run
 from trainer.rl.learning import Learning
 from trainer.run.checkpoint import latest_checkpoint
-from trainer.run.dataset_facts import cut_rows
+from trainer.run.dataset_checks import cut_rows
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from tests.helpers.trainer_helpers import (
     metrics_of,
     write_dataset,
 )
-from trainer.run.model_facts import check_tokenizers
+from trainer.run.model_checks import check_tokenizers
 
 
 def rows_of(num_groups=2, rewards=(1.0, 0.0), **values):

@@ -37,7 +37,7 @@ def model(tmp_path_factory, tokenizer):
 def test_updates_of_the_loop_are_attributed_to_their_rows(
     tmp_path, model, tokenizer, monkeypatch, kind
 ):
-    for module in ("trainer.rl.loop", "trainer.engine.embedded", "trainer.run.model_facts"):
+    for module in ("trainer.rl.loop", "trainer.engine.embedded", "trainer.run.model_checks"):
         monkeypatch.setattr(f"{module}.load_tokenizer", lambda *_, **__: tokenizer)
     train = {"epochs_per_batch": 2, "groups_per_mini_batch": 2} | KINDS[kind]
     generate = {"environment": f"{HERE}:TwoTurns"}

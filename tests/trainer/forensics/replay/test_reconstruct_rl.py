@@ -42,7 +42,7 @@ def model(tmp_path_factory, tokenizer):
 @pytest.fixture(autouse=True)
 def _one_loading(monkeypatch, tokenizer):
     """Loading SmolLM2's tokenizer takes longer than most of these runs."""
-    for module in ("trainer.rl.loop", "trainer.engine.embedded", "trainer.run.model_facts"):
+    for module in ("trainer.rl.loop", "trainer.engine.embedded", "trainer.run.model_checks"):
         monkeypatch.setattr(f"{module}.load_tokenizer", lambda *_, **__: tokenizer)
 
 

@@ -25,7 +25,7 @@ from rollout_io.retokenize.tokenizer import load_tokenizer, template_fingerprint
 from schemas.errors import InputError
 from schemas.metadata import DatasetMetadata
 from trainer import checks
-from trainer.batches.pictures import PictureReader, prepare
+from trainer.batches.pictures import PictureReader, preprocess
 from trainer.config.train_config import TrainConfig, uses
 from trainer.distributed.accelerator import is_sharded
 from trainer.distributed.meeting import machines
@@ -204,9 +204,9 @@ def _check_directory(path: str, *, trees: bool) -> None:
 def _check_policy(policy: Any, path: str, *, trees: bool) -> None:
     random = np.random.default_rng(0)
     noise = Image.fromarray(random.integers(0, 256, (*PROBE[::-1], 3), dtype=np.uint8))
-    prepared = prepare(load_image_processor(path), noise, "a picture of noise")
+    preprocessed = preprocess(load_image_processor(path), noise, "a picture of noise")
     with plain_layers():
-        check_pictures(policy, path, prepared, trees=trees)
+        check_pictures(policy, path, preprocessed, trees=trees)
 
 
 def _check_tokens(reader: PictureReader, facts: pl.DataFrame, run: Run) -> None:
@@ -222,8 +222,8 @@ def _check_tokens(reader: PictureReader, facts: pl.DataFrame, run: Run) -> None:
     for row, name, num_tokens in share.select("name", "sha256", "num_features").iter_rows():
         picture = reader.open(name, row)
         if picture.size not in sizes:
-            prepared = reader.prepare(picture, row)
-            sizes[picture.size] = [num_features(one, prepared) for one in run.models.values()]
+            preprocessed = reader.preprocess(picture, row)
+            sizes[picture.size] = [num_features(one, preprocessed) for one in run.models.values()]
         for role, number in zip(run.models, sizes[picture.size], strict=True):
             if num_tokens != number:
                 size = f"{picture.width} x {picture.height} pixels"

@@ -25,7 +25,7 @@ from trainer.batches.plan import Plan
 from trainer.config.train_config import TrainConfig
 from trainer.models.policy import Policy
 from trainer.run.messages import Remark
-from trainer.run.model_facts import check_replay, open_pictures
+from trainer.run.model_checks import check_replay, open_pictures
 from trainer.run.run import Run
 from trainer.run.warnings import warnings_before
 
