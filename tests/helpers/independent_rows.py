@@ -93,7 +93,8 @@ def layout(trajectories, masked, c):
         if c["sequence_layout"] == "merge":
             lineages = merged(steps)
         for lineage in sorted(lineages, key=lambda found: found[-1]):
-            rows.append(joined(steps, lineage, len(rows), trainable=trajectory not in masked))
+            trainable, imitates = trajectory not in masked, c["policy_loss_type"] == "cross_entropy"
+            rows.append(joined(steps, lineage, len(rows), trainable=trainable, imitates=imitates))
     return rows
 
 
@@ -124,10 +125,14 @@ def key_of(step):
     return (step["temperature"], step["error"], *known)
 
 
-def joined(steps, lineage, number, *, trainable):
-    """The rows of a lineage as one, observations between the responses."""
+def joined(steps, lineage, number, *, trainable, imitates):
+    """The rows of a lineage as one, observations between the responses.
+
+    Greedy rows have no gradient; a loss that imitates trains them as if sampled at temperature 1.
+    """
     first = steps[lineage[0]]
     temperature = 1.0 if first["temperature"] is None else first["temperature"]
+    temperature = 1.0 if imitates and temperature == 0 else temperature
     row = Row(
         number=number,
         group=first["instance_id"],
