@@ -88,8 +88,9 @@ def num_layers(model: Any) -> int:
 
 
 def _layers(model: Any) -> list[Any]:
-    encoder = model.get_encoder(modality="image")  # the model itself if it has none
-    frozen = set() if encoder is model else set(encoder.modules())
+    # The model itself if it cannot have one; None if it is configured without, as Gemma 4 can be.
+    encoder = model.get_encoder(modality="image")
+    frozen = set() if encoder is None or encoder is model else set(encoder.modules())
     return [
         m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) and m not in frozen
     ]

@@ -10,7 +10,7 @@ from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import group_rows, write_dataset
 from tests.trainer.models.test_trained_parameters import UNUSED, without_gradient
 from trainer.distributed.spawn import start_processes
-from trainer.models.layers import recompute_layers
+from trainer.models.layers import num_layers, recompute_layers
 from trainer.models.lora import add_adapter
 from trainer.models.policy import load_policy
 from trainer.models.self_check import check_policy
@@ -72,3 +72,9 @@ def refusal(change, policy):
     except RolloutError as error:
         return error.rule
     return None
+
+
+def test_layers_are_found_in_a_model_that_is_built_without_its_image_encoder():
+    model = tiny_model("gemma4")
+    assert model.get_encoder(modality="image") is None
+    assert num_layers(model) == model.config.get_text_config().num_hidden_layers
