@@ -74,6 +74,7 @@ def plain_request(request):
     system = [block["text"] for block in request["system"]]
     system = [text for text in system if not text.startswith("x-anthropic-billing-header")]
     yield "system", [("text", "\n".join(system))]
+    has_answer = False
     for message in request["messages"]:
         content = message["content"]
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -83,11 +84,12 @@ def plain_request(request):
         rest = [each for each in said if each[0] != "result"]
         texts = [each[1] for each in rest if each[0] == "text"]
         if message["role"] == "assistant":
+            has_answer = True
             yield "assistant", rest
-        elif rest and all(each[0] == "text" for each in rest):
-            yield message["role"], [("text", "\n".join(texts))]
         elif rest:
-            yield message["role"], rest
+            # Chat templates reject system messages after an answer; ours are user messages there.
+            role = "user" if has_answer else message["role"]
+            yield role, [("text", "\n".join(texts))] if len(texts) == len(rest) else rest
 
 
 def answered(found):
