@@ -36,10 +36,10 @@ import msgspec
 from rollout_io.formats.base import note
 from rollout_io.formats.contexts import SUMMARIES, Contexts, Said
 from rollout_io.formats.dialects import anthropic
+from rollout_io.formats.engines.files import columns_in, opened, row_of
 from rollout_io.formats.engines.sessions import Line, Names, Rows
 from rollout_io.formats.grammar import SELF, Contents, inner
 from rollout_io.formats.parsing.content import NO_JSON, Message, Part, known, same_json
-from rollout_io.formats.parsing.databases import columns_in, opened, row_of
 from rollout_io.formats.parsing.jsonl import decode_document
 from rollout_io.formats.requests import Sends
 

@@ -111,14 +111,12 @@ _SPOKEN = msgspec.json.Decoder(_Spoken)
 
 def identity(kind: str, fields: bytes) -> str | None:
     """Return the id, time and message of an answer, which a fork copies."""
-    try:
-        line = _SPOKEN.decode(fields) if kind == "message" else None
-        message = _MESSAGE.decode(line.message) if line is not None else None
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return None  # the reader reports the damage
-    if line is None or message is None or message.role != "assistant" or message.failure:
+    if kind != "message":
         return None
-    return f"{line.id} {bytes(line.message)!r}"
+    line = _SPOKEN.decode(fields)
+    message = _MESSAGE.decode(line.message)
+    is_answer = message.role == "assistant" and not message.failure
+    return f"{line.id} {bytes(line.message)!r}" if is_answer else None
 
 
 def read(lines: Iterator[Line], log: Contexts) -> None:
@@ -283,7 +281,6 @@ TELEMETRY = Sessions(
     kind="type",
     records={"agent.start": _Event, "agent.end": _End, "tool.start": _Event},
     leaves=_TELEMETRY_LEAVES,
-    names=lambda path, _: Names(str(path)),
     read=_read_telemetry,
     is_record=like(
         {"type": {"agent.start", "agent.end", "tool.start", "tool.end"}, "sessionKey": str}

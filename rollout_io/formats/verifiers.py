@@ -7,7 +7,7 @@
 
 An episode is a run; if it occurs in several subsets, it is one run with several records. Its group
 is `group.id`, or else its task. The annotations of its traces are records of its run
-(`prime_rl_annotations`). A row is a run, and its example is its group.
+(`prime_rl`). A row is a run, and its example is its group.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from rollout_io.formats.parsing.bodies import Int32
 from rollout_io.formats.parsing.content import NO_JSON, filled
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.records import label, logs_of, read_record, refuse_repeated
-from rollout_io.formats.prime_rl_annotations import HEAD, PART, UPDATES, Update, read_updates
+from rollout_io.formats.prime_rl import HEAD, PART, UPDATES, Update, read_updates
 from rollout_io.formats.verifiers_rows import METADATA, ROWS, metadata_beside, read_row
 from rollout_io.formats.verifiers_traces import Failure, Graph, Trace, metrics_of
 from schemas.errors import InputError, count

@@ -30,7 +30,7 @@ from rollout_io.formats.parsing.content import NO_JSON, Message
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.messages import MESSAGE, openai_tools, read_messages, text_of
 from rollout_io.formats.parsing.tokens import broken, logprob_array, strict_ids
-from rollout_io.formats.prime_rl_annotations import Annotations, Update
+from rollout_io.formats.prime_rl import Annotations, Update
 from schemas.errors import InputError
 
 _ASK = "sample with the train client of verifiers, which records the engine's tokens"
