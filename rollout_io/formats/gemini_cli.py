@@ -1,15 +1,6 @@
 """The `gemini_cli` and `qwen_code` formats: sessions of Gemini CLI, and of Qwen Code, which is built on it.
 
-Gemini CLI writes JSON Lines since 0.39, and wrote one document before:
-
-    {"sessionId": "...", "projectHash": "...", "startTime": "...", "kind": "main"}
-    {"id": "1", "type": "user", "content": [{"text": "..."}]}
-    {"id": "2", "type": "gemini", "content": "...", "thoughts": [...], "toolCalls": [...], "model": "..."}
-    {"$set": {"messages": [...]}}
-    {"$rewindTo": "1"}
-
-    {"sessionId": "...", "projectHash": "...", "messages": [...]}
-
+Gemini CLI writes JSON Lines since 0.39, and wrote one document before.
 A line with the id of an earlier message replaces it; `$set` shows the whole history (a compaction, a
 resumed session), and `$rewindTo` takes back a message and all after it. An answer in a history that no
 line has before, without a model, is the program's own. Calls of tools contain their results, which
@@ -19,15 +10,7 @@ and a description). Messages of other types (info, warning, error) are only for 
 A session is a run, in one file or more; sub-agents (`chats/SESSION/ID.jsonl`) belong to the run of their session. The log
 has no reward, no token ids, no system prompt and no tool definitions.
 
-Qwen Code writes a tree of records, whose messages are contents of Gemini's API:
-
-    {"uuid": "1", "parentUuid": null, "sessionId": "...", "type": "user",
-     "message": {"role": "user", "parts": [{"text": "..."}]}}
-    {"uuid": "2", "parentUuid": "1", "type": "assistant", "model": "...",
-     "message": {"role": "model", "parts": [{"text": "...", "thought": true}, {"functionCall": {...}}]}}
-    {"uuid": "3", "parentUuid": "2", "type": "system", "subtype": "chat_compression",
-     "systemPayload": {"compressedHistory": [...]}}
-
+Qwen Code writes a tree of records, whose messages are contents of Gemini's API.
 Records with one uuid are parts of one message. A compression begins a context with the history that
 replaces the messages, and so does the history that a forked sub-agent (`isSidechain`) starts with. A branch
 in a file of its own begins with records of another session, whose answers are trained on in one of them. The

@@ -1,12 +1,5 @@
 """The `openhands_sdk` and `openhands_llm` formats: conversations of OpenHands' SDK (v1), and logs of model calls.
 
-    {"kind": "SystemPromptEvent", "system_prompt": {"text": "..."}, "tools": [...]}
-    {"kind": "MessageEvent", "source": "user", "llm_message": {"role": "user", "content": [...]}}
-    {"kind": "ActionEvent", "thought": [...], "tool_call": {"name": "...", "arguments": "..."},
-     "llm_response_id": "r1"}
-    {"kind": "ObservationEvent", "tool_call_id": "c", "observation": {"content": [...]}}
-    {"kind": "Condensation", "forgotten_event_ids": [...], "summary": "...", "summary_offset": 2}
-
 A directory has `base_state.json` and one file per event (`events/*.json`). Actions of one response are
 one answer. A condensation begins a context without the events that it forgets, with the summary in
 their place. Results of the terminal end with the lines that the SDK sends after them. A conversation is
@@ -14,11 +7,7 @@ a run; it failed if its last error is not followed by an answer. A
 `TokenEvent` has the exact tokens of a call: if there are any, each is a step, and the text is not
 tokenized again. The log has no reward.
 
-The format `openhands_llm` is a log of model calls by the SDK and older versions, one document each:
-
-    {"messages": [...], "tools": [...], "kwargs": {...}, "response": {"choices": [...]},
-     "timestamp": 1757015033.2, "cost": 0.02, "latency_sec": 3.4}
-
+The format `openhands_llm` is a log of model calls by the SDK and older versions, one document each.
 Calls of the Responses API have `input` and `instructions` in place of messages. The files of a
 directory are one run, in the order of their times. A call whose prompt begins with the messages of an
 earlier call continues its context. The tokens are exact if the responses have the engine's ids. The log
@@ -273,8 +262,8 @@ def _said_by(event: _Event) -> Message | None:
             return {"role": "system", "content": _shown(prompt)}
         case _Spoken(llm_message=_Message() as message):
             content = [*_listed(message.content), *_listed(event.extended_content)]
-            said = _said(message.role, content, message.tool_calls, message)
-            return said | known({"tool_call_id": message.tool_call_id})
+            spoken = _said(message.role, content, message.tool_calls, message)
+            return spoken | known({"tool_call_id": message.tool_call_id})
         case _Action(tool_call=_Call() as call):
             return _said("assistant", _listed(event.thought), [call], event)
         case _Summary():
@@ -292,11 +281,11 @@ def _said_by(event: _Event) -> Message | None:
 
 
 def _said(
-    role: str, content: Sequence[_Text], calls: Sequence[_Call] | None, said: _Message | _Action
+    role: str, content: Sequence[_Text], calls: Sequence[_Call] | None, logged: _Message | _Action
 ) -> Message:
-    item = said.responses_reasoning_item
+    item = logged.responses_reasoning_item
     reasoning = "\n".join(item.content or item.summary or []) if item is not None else ""
-    thoughts = (said.reasoning_content, all_text(said.thinking_blocks), reasoning)
+    thoughts = (logged.reasoning_content, all_text(logged.thinking_blocks), reasoning)
     named = [tool_call(c.id, c.name, c.arguments or "{}") for c in calls or ()]
     fields = {"reasoning_content": next(filter(None, thoughts), None), "tool_calls": named or None}
     return {"role": role, "content": _shown(content), **known(fields)}

@@ -1,9 +1,5 @@
 """The `pi` and `openclaw` formats: sessions of Pi and of OpenClaw, which is built on it; OpenClaw's telemetry.
 
-    {"type": "session", "version": 3, "id": "...", "timestamp": "...", "cwd": "..."}
-    {"type": "message", "id": "a1", "parentId": null, "message": {"role": "user", "content": [...]}}
-    {"type": "compaction", "id": "b2", "parentId": "a1", "summary": "...", "firstKeptEntryId": "a1"}
-
 Records form a tree. A compaction begins a context with the summary and the messages that were kept.
 A call without a result, of an interrupted turn, is sent with an empty one. A summary of another branch and a
 message of an extension are messages of the user. Sessions of version 1 have no ids: each record
@@ -13,12 +9,7 @@ A session is a run; a fork begins with records of another session, whose answers
 of them. A run failed if its last answer did. The log has no reward and no token ids; since 1.6, it has the
 system prompt and the tool definitions, as system messages whose sections and tools add up (`dialects.pi`).
 
-The format `openclaw` is telemetry with messages (`telemetry.jsonl`):
-
-    {"type": "agent.start", "sessionKey": "agent:main:main", "prompt": "..."}
-    {"type": "tool.start", "toolName": "exec", "params": {...}, "sessionKey": "agent:main:main"}
-    {"type": "agent.end", "sessionKey": "agent:main:main", "messages": [...], "success": true}
-
+The format `openclaw` is telemetry with messages (`telemetry.jsonl`).
 A file is a run: each session key is an agent. The messages of each `agent.end` are those that the agent
 has at that time; what an earlier one has too is part of the prompt. The run failed if the last `agent.end`
 of the main agent says so. This log has no reward, no token ids, no system prompt and no tool definitions.

@@ -14,11 +14,7 @@ advantage is the reward minus one baseline, so rows of a step with the same prob
 `reward - advantage` form a group. If there are more than `rollouts_per_example` such rows, they are
 split into several groups, in order.
 
-An annotation is what prime-rl learned about a trace after it had written the episode (`verifiers`):
-
-    {"version": 1, "trace_id": "0d19", "info": {"effective": true, "advantage": 0.5},
-     "branches": [{"index": 0, "trainer_logprobs": [null, null, -0.25, -1.5], "entropies": [...]}]}
-
+An annotation is what prime-rl learned about a trace after it had written the episode (`verifiers`).
 Since September 2026, prime-rl writes an episode once (`traces/stream/`), and appends what the
 orchestrator and the trainer find out later to `traces/annotations/<producer>/`
 (`prime_rl.monitors.file.traces.update`). A branch is a path from the root to a leaf, in the order of

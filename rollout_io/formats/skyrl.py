@@ -3,10 +3,7 @@
 A GeneratorOutput is one JSON object, as `rollouts export` writes it. Its fields become columns of the
 rollout table (see `from_generator_output`), except `rollout_metrics`, which concern the entire output:
 they are added to the history of the dataset (`made_by`). The fields are those of
-`skyrl.train.generators.base.GeneratorOutput`, SkyRL 0.3.0: prompt_token_ids, response_ids, rewards,
-loss_masks, stop_reasons, rollout_metrics, rollout_logprobs, trajectory_ids, rollout_expert_indices,
-is_last_step, env_metrics, trajectory_generation_times; and if the dataset has them, SkyRL 0.4's
-trajectory_time_splits and rollout_sample_support, and token_source, which SkyRL ignores.
+`skyrl.train.generators.base.GeneratorOutput` (`skyrl_fields`).
 
 SkyRL dumps evaluations beside its checkpoints:
 
@@ -293,13 +290,11 @@ def _files(log: Input) -> list[Input]:
         raise InputError("pickle", log.name, finding, hint=_HINT)
     if not log.path.is_dir():
         return [log]
-    paths = logs_below(log.path, _is_evaluation, _AGGREGATED.__eq__)
+    paths = logs_below(
+        log.path, lambda name: name.endswith(".jsonl") and name != _AGGREGATED, _AGGREGATED.__eq__
+    )
     paths = paths if all(path.parent == log.path for path in paths) else []
     return [Input(f"{log.name}/{path.name}", path) for path in paths]
-
-
-def _is_evaluation(name: str) -> bool:
-    return name.endswith(".jsonl") and name != _AGGREGATED
 
 
 def _is_pickle(start: Start) -> bool:

@@ -160,7 +160,8 @@ def _plain(metadata: dict[str, Any]) -> Any:
 
 def _complete(samples: list[dict[str, Any]], uniform: Uniform, torch: Any) -> None:
     """Add missing fields to removed samples, because slime inspects only the first sample."""
-    shape = next((_shape(s) for s in samples if s["rollout_routed_experts"]), ())
+    experts = next(filter(None, (sample["rollout_routed_experts"] for sample in samples)), None)
+    shape = () if experts is None else (len(experts[0]), len(experts[0][0]))
     for sample in samples:
         num = sample["response_length"]
         logprobs = sample["rollout_log_probs"] or [0.0] * num
@@ -173,11 +174,6 @@ def _complete(samples: list[dict[str, Any]], uniform: Uniform, torch: Any) -> No
         sample["rollout_routed_experts"] = None
         if uniform.has_values(ROUTES):
             sample["rollout_routed_experts"] = _routes(sample, routes or [], shape, torch)
-
-
-def _shape(sample: dict[str, Any]) -> tuple[int, int]:
-    first = sample["rollout_routed_experts"][0]
-    return len(first), len(first[0])
 
 
 def _routes(sample: dict[str, Any], routes: list[Any], shape: tuple[int, ...], torch: Any) -> Any:

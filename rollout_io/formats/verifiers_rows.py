@@ -1,10 +1,5 @@
 """Rows of verifiers v0 and its legacy environments: lines of `results.jsonl`.
 
-    {"example_id": 0, "prompt": [message, ...], "completion": [message, ...], "reward": 0.25,
-     "metrics": {"correct": 0.0, "brief": 1.0}, "error": null, "stop_condition": "max_turns_reached",
-     "trajectory": [{"tokens": {"prompt_ids": [...], "completion_ids": [...],
-                                "completion_mask": [...], "completion_logprobs": [...]}, ...}]}
-
 v0 has `id` instead of `example_id`, and metrics as columns. A row has the engine's tokens if it has
 `trajectory` (saved if `state_columns` lists it), otherwise only text.
 """

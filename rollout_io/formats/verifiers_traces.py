@@ -1,13 +1,5 @@
 """Episodes of verifiers v1, from its evaluations and prime-rl: lines of `traces.jsonl`.
 
-    {"id": "0d19", "task": {"key": "c8e2", ...}, "group": {"id": "g0"}, "ok": true, "errors": [],
-     "run": {"type": "train", "work": {"step": 3, "policy": {"start": 2, "end": 3}}},
-     "traces": [{"agent": {"name": "agent", "trainable": true},
-                 "nodes": [{"parent": 0, "message": {...}, "sampled": true, "semantic_parents": [],
-                            "token_ids": [...], "mask": [...], "logprobs": [...]}, ...],
-                 "calls": [{"node": 2, "finish_reason": "stop", "sampling": {...}}],
-                 "rewards": {"correct": {"score": 1.0, "weight": 1.0}}, "metrics": {...}}]}
-
 A node contains the tokens that its message adds to the context; the context of a call is a path from
 the root. `mask` is true on sampled tokens, and `logprobs` covers only these.
 """
@@ -102,12 +94,7 @@ _ANY = msgspec.json.Decoder(Any)
 
 
 class Graph:
-    """Message nodes of a trace with their tokens.
-
-    Args:
-        trace: The trace.
-        where: Its location.
-        updates: What prime-rl found out about it later, the newest last.
+    """Message nodes of a trace with their tokens, and what prime-rl found out later, the newest last.
 
     Raises:
         RolloutError: `dangling_reference`: a parent is not an earlier node; `record_type`: a
@@ -148,8 +135,7 @@ class Graph:
     def steps(self, *, failed: bool) -> Iterator[Step]:
         """Yield one step per model call; a shared node is in several prompts but sampled once.
 
-        Args:
-            failed: If true, calls may lack tokens, since the run is not trained on.
+        Calls of a failed run, which is not trained on, may lack tokens.
         """
         for index in self.sampled:
             if len(self.tokens[index]):

@@ -226,11 +226,11 @@ def read_steps(
     for step, call in zip(steps, calls, strict=True):
         if sent is not None:
             step.messages = msgspec.json.encode([*sent, *raw_items[: call[0]]]).decode()
-        texts_of_call = [_said(raw_items[i], f"{where}output[{i}]") for i in call]
-        step.texts = [text for texts in texts_of_call for text in texts]
-        shown = zip(call, texts_of_call, strict=True)
+        texts = {i: _said(raw_items[i], f"{where}output[{i}]") for i in call}
+        step.texts = [text for parts in texts.values() for text in parts]
         step.response_text = "\n".join(
-            "\n".join(texts) or msgspec.json.encode(raw_items[i]).decode() for i, texts in shown
+            "\n".join(parts) or msgspec.json.encode(raw_items[i]).decode()
+            for i, parts in texts.items()
         )
     if steps and response.incomplete_details is not None:
         steps[-1].stop_reason = response.incomplete_details.reason
