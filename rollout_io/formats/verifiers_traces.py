@@ -6,7 +6,7 @@ the root. `mask` is true on sampled tokens, and `logprobs` covers only these.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -113,7 +113,11 @@ class Graph:
             if not bytes(node.message).startswith(b"{"):
                 raise InputError("record_type", places[i], "the message is not an object")
         nodes = list(zip(trace.nodes, places, strict=True))
-        self.tokens = [_tokens(node, place) for node, place in nodes]
+        raws = [(bytes(node.token_ids), place) for node, place in nodes]
+        self.tokens = [
+            np.zeros(0, np.int32) if text == b"null" else strict_ids(text, "message", place)
+            for text, place in raws
+        ]
         self.masks = [_mask(n, t, p) for (n, p), t in zip(nodes, self.tokens, strict=True)]
         parents = {node.parent for node in trace.nodes}
         self.leaves = [i for i in range(len(trace.nodes)) if i not in parents]
@@ -249,11 +253,6 @@ class Graph:
         return f"{self.where}.nodes[{index}]"
 
 
-def _tokens(node: _Node, where: str) -> npt.NDArray[np.int32]:
-    text = bytes(node.token_ids)
-    return np.zeros(0, np.int32) if text == b"null" else strict_ids(text, "message", where)
-
-
 def _mask(node: _Node, tokens: npt.NDArray[np.int32], where: str) -> npt.NDArray[np.bool_]:
     mask = np.array(node.mask or [], np.bool_)
     if len(mask) != len(tokens):
@@ -295,9 +294,7 @@ def metrics_of(traces: Sequence[tuple[str, Trace]]) -> dict[str, float]:
                 if reward.weight != 1:
                     metrics[f"{prefix}{name}.weight"] = reward.weight
         rest = {f"{prefix}{k}": v for k, v in (trace.metrics or {}).items() if v is not None}
-        metrics |= {_free(name, metrics): float(value) for name, value in rest.items()}
+        repeated = rest.keys() & metrics.keys()
+        for name, value in rest.items():
+            metrics[f"{name}.metric" if name in repeated else name] = float(value)
     return metrics
-
-
-def _free(name: str, taken: Mapping[str, float]) -> str:
-    return f"{name}.metric" if name in taken else name
