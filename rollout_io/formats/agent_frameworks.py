@@ -1,10 +1,10 @@
 """The formats `smolagents` and `openai_agents`: runs as two frameworks for agents save them.
 
 The format `smolagents` is the memory of an agent of smolagents, one JSON list per run.
-`agent.memory.get_full_steps()` returns the list. Each step with an answer is a call, whose prompt
-are its input messages. As smolagents does before it calls a model, the roles `tool-call` and
-`tool-response` become `assistant` and `user`, and consecutive messages of one role are joined. Steps
-whose answer was not kept are counted. The log has no reward and no tool definitions.
+`agent.memory.get_full_steps()` returns the list. Each step with an answer is a call, whose prompt are its
+input messages. As smolagents does before it calls a model, the roles `tool-call` and `tool-response`
+become `assistant` and `user`, and consecutive messages of one role are joined. Steps whose answer was not
+kept are counted. The log has no reward and no tool definitions.
 
 The format `openai_agents` is states of runs that OpenAI's Agents SDK saved (`RunState`).
 A state is a run with one conversation: the input, then the items that were generated. Calls and

@@ -2,20 +2,19 @@
 
 None of these logs has a reward, token ids or tool definitions, and only Grok's has the system prompt.
 
-Transcripts of Cursor's agent have Anthropic's messages.
-A file is a run; files in `subagents/` beside it are its sub-agents. Transcripts may lack the results of
-tools, and the ids of calls, which then follow from the order.
+Transcripts of Cursor's agent have Anthropic's messages. A file is a run; files in `subagents/` beside it
+are its sub-agents. Transcripts may lack the results of tools, and the ids of calls, which then follow
+from the order.
 
-In sessions of Factory's Droid, Anthropic's messages form a tree.
-A compaction does not say what it kept, so all messages are read. A session is a run; it failed if it ends
-with an error.
+In sessions of Factory's Droid, Anthropic's messages form a tree. A compaction does not say what it kept,
+so all messages are read. A session is a run; it failed if it ends with an error.
 
-Grok's CLI writes `chat_history.jsonl`.
-A file is a run, named after its directory, and its lines are those that Grok Build sends (`conversation.rs`,
-`compaction_utils.rs`). A compaction writes it again: answers before the last user message of its
-(`synthetic_reason`) are part of the prompt. Reasoning belongs to the answer after it; calls of tools that the API
-runs (`backend_tool_call`) are calls without a result. Not in a log: memories in the system prompt of some
-calls, and which long results of earlier turns were shortened (`request_builder.rs`).
+Grok's CLI writes `chat_history.jsonl`. A file is a run, named after its directory, and its lines are
+those that Grok Build sends (`conversation.rs`, `compaction_utils.rs`). A compaction writes it again:
+answers before the last user message of its (`synthetic_reason`) are part of the prompt. Reasoning belongs
+to the answer after it; calls of tools that the API runs (`backend_tool_call`) are calls without a result.
+Not in a log: memories in the system prompt of some calls, and which long results of earlier turns were
+shortened (`request_builder.rs`).
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
 """The `gemini_cli` and `qwen_code` formats: sessions of Gemini CLI, and of Qwen Code, which is built on it.
 
-Gemini CLI writes JSON Lines since 0.39, and wrote one document before.
-A line with the id of an earlier message replaces it; `$set` shows the whole history (a compaction, a
-resumed session), and `$rewindTo` takes back a message and all after it. An answer in a history that no
-line has before, without a model, is the program's own. Calls of tools contain their results, which
-newer versions repeat in the next message. Thoughts are Gemini's summaries of its reasoning (a subject
-and a description). Messages of other types (info, warning, error) are only for display.
+Gemini CLI writes JSON Lines since 0.39, and wrote one document before. A line with the id of an earlier
+message replaces it; `$set` shows the whole history (a compaction, a resumed session), and `$rewindTo`
+takes back a message and all after it. An answer in a history that no line has before, without a model, is
+the program's own. Calls of tools contain their results, which newer versions repeat in the next message.
+Thoughts are Gemini's summaries of its reasoning (a subject and a description). Messages of other types
+(info, warning, error) are only for display.
 
 A session is a run, in one file or more; sub-agents (`chats/SESSION/ID.jsonl`) belong to the run of their session. The log
 has no reward, no token ids, no system prompt and no tool definitions.
 
-Qwen Code writes a tree of records, whose messages are contents of Gemini's API.
-Records with one uuid are parts of one message. A compression begins a context with the history that
-replaces the messages, and so does the history that a forked sub-agent (`isSidechain`) starts with. A branch
-in a file of its own begins with records of another session, whose answers are trained on in one of them. The
-log also lacks the reminder about skills and the environment that is sent before the first message.
+Qwen Code writes a tree of records, whose messages are contents of Gemini's API. Records with one uuid are
+parts of one message. A compression begins a context with the history that replaces the messages, and so
+does the history that a forked sub-agent (`isSidechain`) starts with. A branch in a file of its own begins
+with records of another session, whose answers are trained on in one of them. The log also lacks the
+reminder about skills and the environment that is sent before the first message.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The Hugging Face Hub: its traces of sessions, read and written, and dataset folders.
 
-The `session_traces` format is the Hub's Session Trace Simple Format.
-A file is a session, which the Hub shows in its viewer of traces. The header may have more keys, which
-the Hub ignores. An export writes there what it knows of the run, and `read` takes it back:
-`instance_id` (the group, else each session is one), `repetition_id`, `reward` (of the run; of the
-context in a session with a `parent`), `error`, `tools`, `parent` (the session whose run this one
-belongs to), `agent` and `step_index` (the order of the contexts). The log has no token ids.
+The `session_traces` format is the Hub's Session Trace Simple Format. A file is a session, which the Hub
+shows in its viewer of traces. The header may have more keys, which the Hub ignores. An export writes
+there what it knows of the run, and `read` takes it back: `instance_id` (the group, else each session is
+one), `repetition_id`, `reward` (of the run; of the context in a session with a `parent`), `error`,
+`tools`, `parent` (the session whose run this one belongs to), `agent` and `step_index` (the order of the
+contexts). The log has no token ids.
 
 Each context of a trajectory is exported as a file, unless a later one continues it.
 

@@ -1,17 +1,15 @@
 """The `nemo_gym` format: NeMo Gym's rollouts; `nemo_rl`: message logs of the same runs that NeMo RL saves.
 
-NeMo Gym writes JSONL, one run per line.
-`response` is a Responses object whose output has all calls of the run (see `parsing.model_calls`).
-If no call has token ids, the run is read as text (see `nemo_gym_text`). A bare Responses object, or
-an object with one as its `input`, is accepted too: it is a run without a reward and, since it has
-no task, forms a separate group. A file may also contain a single run as a pretty-printed JSON
-document.
+NeMo Gym writes JSONL, one run per line. `response` is a Responses object whose output has all calls of
+the run (see `parsing.model_calls`). If no call has token ids, the run is read as text (see
+`nemo_gym_text`). A bare Responses object, or an object with one as its `input`, is accepted too: it is a
+run without a reward and, since it has no task, forms a separate group. A file may also contain a single
+run as a pretty-printed JSON document.
 
-NeMo RL writes one JSON document.
-Each element of `expected_output` (or of a list document) is a run. A message's `token_ids` are the
-tokens that it adds to the context, so the prompt of a call consists of all ids before its answer;
-only answers have log-probabilities. The document records no groups: each run is a separate
-instance. A document with `seen_token_ids` and `output_prompt_token_ids` (a prompt as seen and as
+NeMo RL writes one JSON document. Each element of `expected_output` (or of a list document) is a run. A
+message's `token_ids` are the tokens that it adds to the context, so the prompt of a call consists of all
+ids before its answer; only answers have log-probabilities. The document records no groups: each run is a
+separate instance. A document with `seen_token_ids` and `output_prompt_token_ids` (a prompt as seen and as
 rendered again) contains no run: it is recognized but rejected.
 """
 

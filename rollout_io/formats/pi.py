@@ -9,10 +9,10 @@ A session is a run; a fork begins with records of another session, whose answers
 of them. A run failed if its last answer did. The log has no reward and no token ids; since 1.6, it has the
 system prompt and the tool definitions, as system messages whose sections and tools add up (`dialects.pi`).
 
-The format `openclaw` is telemetry with messages (`telemetry.jsonl`).
-A file is a run: each session key is an agent. The messages of each `agent.end` are those that the agent
-has at that time; what an earlier one has too is part of the prompt. The run failed if the last `agent.end`
-of the main agent says so. This log has no reward, no token ids, no system prompt and no tool definitions.
+The format `openclaw` is telemetry with messages (`telemetry.jsonl`). A file is a run: each session key is
+an agent. The messages of each `agent.end` are those that the agent has at that time; what an earlier one
+has too is part of the prompt. The run failed if the last `agent.end` of the main agent says so. This log
+has no reward, no token ids, no system prompt and no tool definitions.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ import json
 import mmap
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -276,11 +277,6 @@ def _metrics(score: float | list[float] | None) -> dict[str, float]:
     return {} if score is None else {"score": score}
 
 
-def _finished(items: Iterator[Found]) -> Iterator[Found]:
-    yield About("text", _TEXT)
-    yield from with_files_apart(items)
-
-
 def _files(log: Input) -> list[Input]:
     """Return the evaluations of a directory, without `aggregated_results.jsonl`."""
     if _is_pickle(Start(log.path)):
@@ -310,5 +306,5 @@ EVALUATIONS = Records(
     is_log=lambda start: _is_pickle(start) or any(map(_is_sample, start.values)),
     files=_files,
     groups=_GROUPS,
-    finish=_finished,
+    finish=partial(with_files_apart, text=_TEXT),
 ).adapter("SkyRL's dumped evaluations: decoded text without roles (pickles are rejected)")

@@ -1,11 +1,10 @@
 """The `swe_agent` and `mini_swe_agent` formats: trajectories of SWE-agent (.traj) and of mini-swe-agent.
 
-Each run is one JSON document. In SWE-agent's,
-`query` (or `messages`) of a step is the prompt of its call. Some versions record it after the call:
-if the last assistant message of every prompt is the step's response, the prompts are cut before
-that message. History processors shorten prompts, so a run can have several contexts. If no step has
-a prompt, the history of each agent serves as its context. Demonstrations, which only have a
-history, are accepted too. The file has no reward.
+Each run is one JSON document. In SWE-agent's, `query` (or `messages`) of a step is the prompt of its
+call. Some versions record it after the call: if the last assistant message of every prompt is the step's
+response, the prompts are cut before that message. History processors shorten prompts, so a run can have
+several contexts. If no step has a prompt, the history of each agent serves as its context.
+Demonstrations, which only have a history, are accepted too. The file has no reward.
 
 In mini-swe-agent's, a run has one context. `extra.response` is the raw response of the API, which may contain the
 engine's tokens. An answer that the program could not use (`interrupt_type` "FormatError") is in the `extra`

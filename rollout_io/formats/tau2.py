@@ -1,12 +1,12 @@
 """The `tau2` format: results of tau2-bench.
 
-A JSON document has the simulations of an experiment, or each simulation is a file,
-`simulations/ID.json`, beside the index `results.json` (`simulation_index`). A simulation is a run of its task, and `trial` is the attempt. The agent's context has its own
-messages, the user's texts, and the results of the agent's tool calls; calls of the user's own tools
-and their results are not shown to the agent and are left out. The greeting at the beginning, which
-no model wrote, is part of the prompt. The log does not hold the system prompt as sent: the policy of
-the domain stands for it, which is counted. Voice simulations (`ticks`) are rejected: they have audio
-in place of messages.
+A JSON document has the simulations of an experiment, or each simulation is a file, `simulations/ID.json`,
+beside the index `results.json` (`simulation_index`). A simulation is a run of its task, and `trial` is
+the attempt. The agent's context has its own messages, the user's texts, and the results of the agent's
+tool calls; calls of the user's own tools and their results are not shown to the agent and are left out.
+The greeting at the beginning, which no model wrote, is part of the prompt. The log does not hold the
+system prompt as sent: the policy of the domain stands for it, which is counted. Voice simulations
+(`ticks`) are rejected: they have audio in place of messages.
 """
 
 from __future__ import annotations

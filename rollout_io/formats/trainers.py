@@ -51,7 +51,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -243,17 +243,12 @@ def _read_sample(sample: Sample, run: Run, _: Options) -> Trajectory:
     )
 
 
-def _apart(items: Iterator[Found]) -> Iterator[Found]:
-    yield About("text", _VERL_TEXT)
-    yield from with_files_apart(items)
-
-
 VERL = Records(
     records={"": Sample},
     run=lambda sample, place: _run_of(sample.input, sample.step, place),
     read=_read_sample,
     groups="inferred: lines of one file and step with the same input",
-    finish=_apart,
+    finish=partial(with_files_apart, text=_VERL_TEXT),
 ).adapter("verl's dumps ({step}.jsonl): decoded text without roles")
 
 

@@ -263,11 +263,12 @@ def natural_key(name: str) -> tuple[list[str | tuple[int, str]], str]:
     return parts, name
 
 
-def with_files_apart(items: Iterable[Found]) -> Iterator[Found]:
+def with_files_apart(items: Iterable[Found], text: str) -> Iterator[Found]:
     """Yield what was found; groups "NAME/KEY" of several files with one name become distinct.
 
-    The groups of the second such file begin with "NAME/file-1".
+    The groups of the second such file begin with "NAME/file-1". The text of the log is told first.
     """
+    yield About("text", text)
     numbers: dict[str, dict[Path, int]] = {}
     for item in items:
         if isinstance(item, Run):
