@@ -27,9 +27,10 @@ from pipelines.generation.user_code import in_time, without_exit
 from pipelines.merging.merge import merge_table
 from pipelines.rewards import place_rewards_table
 from pipelines.statistics.metrics import rollout_metrics
+from rollout_io.formats.exporting import Failed
 from rollout_io.formats.parsing.bodies import sampling_extra
 from rollout_io.formats.skyrl_fields import ROLLOUT_METRICS, GeneratorOutput, TrajectoryID, to_json
-from rollout_io.formats.skyrl_generator_output import Failed, to_generator_output
+from rollout_io.formats.skyrl_generator_output import to_generator_output
 from rollout_io.formats.skyrl_output_columns import table_of, trajectory_identity
 from rollout_io.plugins import resolve
 from rollout_io.retokenize.tokenizer import ChatTokenizer

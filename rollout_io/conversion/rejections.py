@@ -9,11 +9,11 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from rollout_io import formats
 from rollout_io.conversion.inputs import DUPLICATE_INPUT
 from rollout_io.conversion.text import NO_TOKENS, TextAlone
 from rollout_io.dataset.opening import open_input
 from rollout_io.formats.base import Rejected, Run
+from rollout_io.formats.detect import adapters
 from rollout_io.formats.parsing.jsonl import WrongType
 from rollout_io.formats.parsing.records import DUPLICATE, INCOMPLETE, natural_key
 from schemas import errors
@@ -22,7 +22,6 @@ from schemas.errors import InputError, RolloutError
 Reason = dict[str, Any]
 """A broken rule: `rule`, `num_records`, `first` (its first error), `hint`."""
 
-_OUR_FORMATS = Path(formats.__file__).parent
 DUPLICATES = frozenset({DUPLICATE, DUPLICATE_INPUT})
 _TOLD_BYTES = 64 << 20  # longer records are not copied
 
@@ -105,8 +104,10 @@ def _counted(rejected: Sequence[Rejected]) -> str:
 
 def pointed(error: RolloutError, format_name: str) -> RolloutError:
     """If the hint refers to docs/formats.md, make it refer to the page of a format of ours."""
-    is_ours = (_OUR_FORMATS / f"{format_name}.py").exists()
-    return error.of(format_name) if isinstance(error, WrongType) and is_ours else error
+    if not isinstance(error, WrongType):
+        return error
+    entry = adapters().get(format_name)
+    return error.of(format_name) if entry and entry.value.startswith("rollout_io.") else error
 
 
 def reasons(rejected: Iterable[Rejected]) -> list[Reason]:

@@ -1,21 +1,12 @@
 """The formats `smolagents` and `openai_agents`: runs as two frameworks for agents save them.
 
-The format `smolagents` is the memory of an agent of smolagents, one JSON list per run:
+The format `smolagents` is the memory of an agent of smolagents, one JSON list per run.
+`agent.memory.get_full_steps()` returns the list. Each step with an answer is a call, whose prompt are its
+input messages. As smolagents does before it calls a model, the roles `tool-call` and `tool-response`
+become `assistant` and `user`, and consecutive messages of one role are joined. Steps whose answer was not
+kept are counted. The log has no reward and no tool definitions.
 
-    [{"task": "..."}, {"step_number": 1, "model_input_messages": [...],
-      "model_output_message": {"role": "assistant", ...}, "tool_calls": [...], "error": null}]
-
-`agent.memory.get_full_steps()` returns the list. Each step with an answer is a call, whose prompt
-are its input messages. As smolagents does before it calls a model, the roles `tool-call` and
-`tool-response` become `assistant` and `user`, and consecutive messages of one role are joined. Steps
-whose answer was not kept are counted. The log has no reward and no tool definitions.
-
-The format `openai_agents` is states of runs that OpenAI's Agents SDK saved (`RunState`):
-
-    {"$schemaVersion": "1.17", "current_agent": {"name": "..."}, "original_input": "...",
-     "model_responses": [{"output": [...], "response_id": "..."}],
-     "generated_items": [{"type": "tool_call_item", "agent": {"name": "..."}, "raw_item": {...}}]}
-
+The format `openai_agents` is states of runs that OpenAI's Agents SDK saved (`RunState`).
 A state is a run with one conversation: the input, then the items that were generated. Calls and
 results are items of OpenAI's Responses API. The state holds neither the agent's instructions nor its
 tools, which is counted, and no reward. A state that refers to messages on OpenAI's servers
@@ -24,7 +15,7 @@ tools, which is counted, and no reward. A state that refers to messages on OpenA
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -76,19 +67,15 @@ def read(steps: list[Step], run: Run, _: Options) -> Trajectory:
     for i, step in enumerate(steps):
         prompt, answer = step.model_input_messages, step.model_output_message
         if prompt and answer:
-            calls += _calls(prompt, answer, f"{place}[{i}]")
+            where = f"{place}[{i}]"
+            logged = map(Piece, frameworks.messages([*map(_cleaned, prompt)], where))
+            messages = [piece.message for piece in sent(logged, _SENDS, set())]
+            raw = response_with_tokens(answer.pop("raw", None))
+            replies = answers_of(answer, where)
+            calls += [Call(where=where, prompt=messages, reply=r, answer=raw) for r in replies]
         elif step.step_number is not None:
             note(NO_ANSWER)
     return Trajectory(steps=steps_of(calls, place, failed=run.failed))
-
-
-def _calls(memory: list[Any], answer: Mapping[str, Any], where: str) -> Iterator[Call]:
-    logged = map(Piece, frameworks.messages([_cleaned(m) for m in memory], where))
-    prompt = [piece.message for piece in sent(logged, _SENDS, set())]
-    raw = answer.get("raw")
-    fields = {name: value for name, value in answer.items() if name != "raw"}
-    for reply in answers_of(fields, where):
-        yield Call(where=where, prompt=prompt, reply=reply, answer=response_with_tokens(raw))
 
 
 def _cleaned(message: Mapping[str, Any]) -> dict[str, Any]:

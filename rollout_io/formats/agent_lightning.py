@@ -1,11 +1,5 @@
 """The `agent_lightning` format: events of Agent Lightning's API, as JSONL or one JSON list.
 
-    {"event_type": "model_request", "rollout_id": "r1", "attempt_id": "0", "timestamp": 1795.2,
-     "data": {"request": {...}, "response": {...}, "model_version": 3, "http_status": 200,
-              "status": "ok", "routed_experts": null}}
-    {"event_type": "reward", "rollout_id": "r1", "attempt_id": "0", "timestamp": 1796.0,
-     "data": {"value": 1.0, "source": "agent", "reason": "solved"}}
-
 The events of one attempt at a rollout form a run. Its calls are ordered by time, and all of them
 are kept (the API's `format=triplet` keeps one per prompt). Events of other types are ignored.
 Events do not name a task, so each rollout forms a separate group. If the log also has rollout
@@ -200,7 +194,10 @@ def _note(event: _Event, place: Place, rollouts: dict[str, _Rollout]) -> None:
             hint = "convert the logs of different collections separately"
             finding = f"rollout {event.rollout_id!r} is already in {rollout.record.where}"
             raise InvariantError("unique_trajectory", where, finding, hint=hint)
-        rollout.labels |= _names_in(event.input, where)
+        text = bytes(event.input)
+        fields = decode_line(_FIELDS, text, f"{where}, input") if text.startswith(b"{") else {}
+        data_id = label(fields.get("data_id"), where)
+        rollout.labels |= known({"input": f"input-{_digest(event.input)}", "data_id": data_id})
         rollout.record, rollout.last = place, event.status.last_attempt_id
     elif event.attempt_id is None:
         raise InputError("record_type", where, "the event has no `attempt_id`")
@@ -214,12 +211,6 @@ def _note(event: _Event, place: Place, rollouts: dict[str, _Rollout]) -> None:
         is_untimed = event.timestamp is None and events
         events.append((events[-1][0] if is_untimed else event.timestamp or 0.0, place))
     rollouts[event.rollout_id] = rollout
-
-
-def _names_in(raw: msgspec.Raw, where: str) -> dict[str, str]:
-    text = bytes(raw)
-    fields = decode_line(_FIELDS, text, f"{where}, input") if text.startswith(b"{") else {}
-    return known({"input": f"input-{_digest(raw)}", "data_id": label(fields.get("data_id"), where)})
 
 
 def _digest(raw: msgspec.Raw) -> str:
@@ -262,7 +253,12 @@ def read_attempt(_: _Event, run: Run, _options: Options) -> Trajectory:
         elif isinstance(event, _RolloutRecord):
             status = event.status
     refused = [call for _, call in calls if call.is_refused]
-    error = _error(run, status, has_reward=bool(rewards))
+    error = None
+    if status is not None and status.state != _ENDED:
+        message = f": {status.error_message}" if status.error_message else ""
+        error = f"rollout {status.state}{message}"
+    elif "superseded_by" in run.labels and not rewards:
+        error = f"superseded by attempt {run.labels['superseded_by']}"
     if error is None and calls and len(refused) == len(calls):
         error = f"all {len(refused)} model requests failed (HTTP {refused[-1].http_status})"
     failed = run.failed or error is not None
@@ -289,15 +285,6 @@ def read_attempt(_: _Event, run: Run, _options: Options) -> Trajectory:
             reward_reason=last.reason,
         ),
     )
-
-
-def _error(run: Run, status: _Status | None, *, has_reward: bool) -> str | None:
-    if status is not None and status.state != _ENDED:
-        message = f": {status.error_message}" if status.error_message else ""
-        return f"rollout {status.state}{message}"
-    if "superseded_by" in run.labels and not has_reward:
-        return f"superseded by attempt {run.labels['superseded_by']}"
-    return None
 
 
 def _steps(call: _CallData, where: str, *, failed: bool) -> list[Step]:

@@ -114,10 +114,6 @@ def read_run(path: Path, document: Document) -> LoggedRun:
 
     If no call in any of its documents has ids, the run is read as text.
 
-    Args:
-        path: First file of the main agent.
-        document: Content of that file.
-
     Raises:
         RolloutError: `no_token_ids`: only some calls have ids, or a step combines several calls
             (the error names the missing field); `dangling_reference`: the target of a reference
@@ -167,11 +163,7 @@ def _texts(run: LoggedRun) -> list[Conversation]:
 
 
 def conversations(run: LoggedRun, why: InputError) -> list[Conversation]:
-    """Return the contexts of a run without token ids.
-
-    Args:
-        run: The run.
-        why: Error that explains why the run has no ids.
+    """Return the contexts of a run without token ids, and why it has none.
 
     Raises:
         InputError: `no_calls`: there are none.
@@ -351,12 +343,12 @@ def _calls(step: StepRecord, scope: _Scope, where: str) -> list[Step]:
         finding = "this document has no token ids, but other documents of the run do"
         raise tokenless(where, f"{finding}: {_without_ids(scope).got}")
     if not metrics.completion_token_ids or not metrics.prompt_token_ids:
-        finding = (
-            f"the call has {_missing(step.metrics)}; a call cut off at max_tokens may lack them"
-        )
-        raise tokenless(where, finding)
+        finding = f"the call has {_missing(step.metrics)}"
+        raise tokenless(where, f"{finding}; a call cut off at max_tokens may lack them")
     response = token_ids(metrics.completion_token_ids, "response", where)
     logprobs = metrics.logprobs
+    parts = (step.reasoning_content, _plain(step.message), _plain(step.tool_calls))
+    texts = [part for part in parts if part is not None]
     return [
         Step(
             source=where,
@@ -365,7 +357,7 @@ def _calls(step: StepRecord, scope: _Scope, where: str) -> list[Step]:
             rollout_logprobs=logprob_array(logprobs, len(response), where) if logprobs else None,
             temperature=temperature_of(scope.document.agent.extra),
             agent=scope.agent,
-            response_text=_text(step),
+            response_text="\n".join(texts) if texts else None,
             num_counted=(metrics.prompt_tokens or None, metrics.completion_tokens or None),
         )
     ]
@@ -375,12 +367,6 @@ def _refuse_sum(step: StepRecord, where: str) -> None:
     if step.llm_call_count is not None and step.llm_call_count > 1:
         finding = f"the metrics are summed over {step.llm_call_count} calls (llm_call_count)"
         raise tokenless(where, finding)
-
-
-def _text(step: StepRecord) -> str | None:
-    parts = (step.reasoning_content, _plain(step.message), _plain(step.tool_calls))
-    texts = [part for part in parts if part is not None]
-    return "\n".join(texts) if texts else None
 
 
 def _plain(raw: msgspec.Raw) -> str | None:

@@ -198,13 +198,7 @@ _EXTRA_DECODER = msgspec.json.Decoder(_Extra | None)
 
 
 def tell(log: Contexts, step: StepRecord, where: str, facts: Mapping[str, Any]) -> None:
-    """Tell the contexts of an agent what the next step of a document adds to them.
-
-    Args:
-        log: The contexts, whose tip is the step before.
-        step: The step.
-        where: Its location, for error messages.
-        facts: See `Contexts.say`.
+    """Tell the contexts of an agent, whose tip is the step before, what a step adds to them.
 
     Raises:
         InputError: `record_type`, `message`: a field has an unsupported type.
@@ -225,9 +219,8 @@ def tell(log: Contexts, step: StepRecord, where: str, facts: Mapping[str, Any]) 
     elif step.source == "agent" or (step.source == "user" and boundary is None):
         log.see(Item("", [message], where, given=True))
     elif boundary is None:
-        _take_note(
-            log, message, where, is_compaction=bool(step.refs) or managed.type == _COMPACTION
-        )
+        is_compaction = bool(step.refs) or managed.type == _COMPACTION
+        _take_note(log, message, where, is_compaction=is_compaction)
         return
     if boundary == _REPLACE:
         log.replace()
@@ -261,10 +254,6 @@ def temperature_of(settings: dict[str, Any] | None) -> float | None:
     return float(value) if 0 <= value <= 1e38 else None
 
 
-def _is_ref(result: Result) -> bool:
-    return bool(result.subagent_trajectory_ref) and bytes(result.content) == b"null"
-
-
 def _message(step: StepRecord, where: str) -> Message:
     calls = decode_line(_CALLS_DECODER, bytes(step.tool_calls), f"{where}.tool_calls")
     fields = {
@@ -281,15 +270,13 @@ def _message(step: StepRecord, where: str) -> Message:
 
 
 def _results(step: StepRecord, where: str) -> list[Message]:
-    results = step.observation.results if step.observation else None
-    return [_result(result, where) for result in results or () if not _is_ref(result)]
-
-
-def _result(result: Result, where: str) -> Message:
-    called = result.source_call_id
-    fields = {
-        "role": "user" if called is None else "tool",
-        "content": result.content,
-        "tool_call_id": called,
-    }
-    return read_message(msgspec.Raw(msgspec.json.encode(fields)), f"{where}.observation")
+    messages: list[Message] = []
+    for result in (step.observation and step.observation.results) or ():
+        if result.subagent_trajectory_ref and bytes(result.content) == b"null":
+            continue
+        called = result.source_call_id
+        role = "user" if called is None else "tool"
+        fields = {"role": role, "content": result.content, "tool_call_id": called}
+        raw = msgspec.Raw(msgspec.json.encode(fields))
+        messages.append(read_message(raw, f"{where}.observation"))
+    return messages

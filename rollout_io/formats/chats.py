@@ -198,15 +198,14 @@ def metrics_of(line: Line, place: Place) -> dict[str, float]:
 
 def _is_log_of_lines(start: Start) -> bool:
     """True if a file has lines of messages with roles, and no lines or fields of another format."""
-    is_lines = not start.is_document and any(map(_is_line, start.values))
-    return is_lines and not any(map(_is_of_another, start.values))
-
-
-def _is_of_another(line: Any) -> bool:
-    """True if a line is an object without messages, or a list of messages with times (`ts`)."""
-    if isinstance(line, list):
-        return all(isinstance(message, dict) and "ts" in message for message in line)
-    return "messages" not in line
+    # Another format's line is an object without messages, or a list of messages with times (`ts`).
+    is_of_another = any(
+        all(isinstance(message, dict) and "ts" in message for message in line)
+        if isinstance(line, list)
+        else "messages" not in line
+        for line in start.values
+    )
+    return not start.is_document and any(map(_is_line, start.values)) and not is_of_another
 
 
 def _is_line(line: Any) -> bool:
@@ -344,11 +343,6 @@ def _is_log(start: Start) -> bool:
     return any(_is_chat(value, may_be_plain=start.is_document) for value in start.values)
 
 
-def _are_chats(parts: Sequence[msgspec.Raw]) -> bool:
-    """True for the elements of a list of records, as data sets of ShareGPT are."""
-    return any(_has_list(msgspec.json.decode(part)) for part in parts)
-
-
 def _has_list(value: Any) -> bool:
     return isinstance(value, Mapping) and any(isinstance(value.get(n), list) for n in _LISTS)
 
@@ -396,7 +390,8 @@ ADAPTER = Records(
     records={"": Chat},
     bare="messages",
     elements="",
-    is_list=_are_chats,
+    # The elements of a list of records, as data sets of ShareGPT are.
+    is_list=lambda parts: any(_has_list(msgspec.json.decode(part)) for part in parts),
     run=_run_of_chat,
     read=_read_chat,
     is_log=_is_log,

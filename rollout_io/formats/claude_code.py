@@ -1,9 +1,5 @@
 """The `claude_code` format: sessions of Claude Code, as JSONL or as a web export (one document).
 
-    {"type": "user", "sessionId": "s", "uuid": "u1", "parentUuid": null, "isSidechain": false,
-     "message": {"role": "user", "content": "..."}, ...}
-    {"type": "assistant", ..., "message": {"id": "msg_1", "content": [{"type": "text", ...}]}}
-
 A session is a run, even if its lines are spread over several files; lines without a `sessionId`
 (titles, snapshots) belong to the first session of their file, and all lines of a file in
 `SESSION/subagents/` to SESSION. Recent versions log the requests, from which the prompts are taken;

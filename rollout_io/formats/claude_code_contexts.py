@@ -376,10 +376,8 @@ class _Agent:
             return []
         if segment.uuids is not None:
             self.awaited = segment
-            nodes = dict.fromkeys(
-                self.spoken[uuid] for uuid in segment.uuids if uuid in self.spoken
-            )
-            return [*nodes] if self.uuids.issuperset(segment.uuids) else None
+            nodes = [self.spoken[uuid] for uuid in segment.uuids if uuid in self.spoken]
+            return [*dict.fromkeys(nodes)] if self.uuids.issuperset(segment.uuids) else None
         ends = [segment.head_uuid or "", segment.tail_uuid or ""]
         # All lines of the segment are yet to come.
         if self.uuids.issuperset(ends) and not any(uuid in self.at for uuid in ends):
@@ -413,14 +411,11 @@ def _error(problem: str, where: str) -> InputError:
 def _records(lines: Iterable[Line], log: Contexts) -> Iterator[tuple[str, Record, bool]]:
     """Yield the records, each with its place and whether another session has it too."""
     for where, _, record in lines:
-        parts = record.loglines if isinstance(record, Export) else ()
-        places = [f"{where}, loglines[{i}]" for i in range(len(parts))]
-        typed = [
-            LINES.typed(bytes(p), at, decode_line)[1] for p, at in zip(parts, places, strict=True)
-        ]
-        for at, shown in [(where, record), *zip(places, typed, strict=True)]:
-            if isinstance(shown, Record):
-                yield at, shown, log.is_copied
+        lines_of = [(where, record)]
+        for i, raw in enumerate(record.loglines if isinstance(record, Export) else ()):
+            at = f"{where}, loglines[{i}]"
+            lines_of.append((at, LINES.typed(bytes(raw), at, decode_line)[1]))
+        yield from ((at, line, log.is_copied) for at, line in lines_of if isinstance(line, Record))
 
 
 def read(lines: Iterator[Line], log: Contexts) -> None:

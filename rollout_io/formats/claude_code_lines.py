@@ -41,12 +41,7 @@ _SUB_AGENTS = "subagents"
 _NUM_CHARS_OF_UUID = 24
 """Uuids in lists of retracted lines have the same first characters as the uuids of the lines."""
 
-_SILENT = frozenset(
-    (
-        *("command_permissions", "deferred_tools_record", "hook_success"),
-        *("prompt_snapshot", "session_context"),
-    )
-)
+_SILENT = "command_permissions deferred_tools_record hook_success prompt_snapshot session_context"
 """Attachments for which versions that log what they send (`rendered`) send nothing."""
 
 _UNSENT = "queued messages of which the log does not tell whether they were sent"
@@ -314,9 +309,7 @@ def entries_of(records: Sequence[tuple[str, Record, bool]]) -> list[Entry]:
     replacements, retracted = dict[str | None, str](), set[str]()
     for _, record, _ in records:
         if isinstance(record, Replaced):
-            texts = {
-                replaced.tool_use_id: replaced.replacement for replaced in record.replacements or ()
-            }
+            texts = {one.tool_use_id: one.replacement for one in record.replacements or ()}
             replacements |= {call: text for call, text in texts.items() if text is not None}
         if isinstance(record, Spoken | System):
             retracted |= {*map(_short, record.retracted_message_uuids or ())}
@@ -425,7 +418,7 @@ def note_unsent(lines: Iterable[Entry]) -> None:
     lines = [*lines]
     texts, waiting = _texts_of(lines), list[str]()
     is_rendered = any(isinstance(r := line.record, Attached) and r.rendered for line in lines)
-    silent = _SILENT if is_rendered else ()
+    silent = _SILENT.split() if is_rendered else ()
     for line in lines:
         record = line.record
         if isinstance(record, Attached) and line.content is None:

@@ -147,9 +147,8 @@ class Requests:
         for digest in digests:
             item = self._items.get((digest, is_answered))
             if item is None:
-                item = self._items[digest, is_answered] = self._item(
-                    digest, is_answered=is_answered
-                )
+                item = self._item(digest, is_answered=is_answered)
+                self._items[digest, is_answered] = item
             is_answered = is_answered or not item.key
             items.append(item)
         return request, items
@@ -197,9 +196,15 @@ class Requests:
         callers, results = dict[Any, Any](), defaultdict[Any, list[Any]](list)
         runs = defaultdict[str, list[list[Any]]](list)
         for file, line in self._spoken:
-            message: Any = _decoded(line.message)
+            try:
+                message: Any = msgspec.json.decode(line.message)
+            except msgspec.MsgspecError:
+                message = None  # the reader reports the damage
+            message = message if isinstance(message, dict) else {}
             content = message.get("content")
-            blocks = _blocks(content)
+            text = [{"type": "text", "text": content}] if isinstance(content, str) else None
+            listed = content if isinstance(content, list) else text or []
+            blocks = [block for block in listed if isinstance(block, dict)]
             if isinstance(line, Answer):
                 key = file, message.get("id")
                 answers[key].setdefault(line.uuid, blocks)
@@ -238,21 +243,6 @@ def _without_cache(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_cache(inner) for name, inner in value.items() if name != _CACHE}
     return [_without_cache(inner) for inner in value] if isinstance(value, list) else value
-
-
-def _decoded(message: msgspec.Raw) -> dict[str, Any]:
-    try:
-        decoded = msgspec.json.decode(message)
-    except msgspec.MsgspecError:
-        return {}  # the reader reports the damage
-    return decoded if isinstance(decoded, dict) else {}
-
-
-def _blocks(content: Any) -> list[dict[str, Any]]:
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}]
-    listed = content if isinstance(content, list) else []
-    return [block for block in listed if isinstance(block, dict)]
 
 
 @dataclass(slots=True)
@@ -315,11 +305,7 @@ class Reply:
     def messages(self, *, is_sent: bool = False) -> list[Message]:
         """Return the answer as one message, or several if the order of its blocks needs them.
 
-        Args:
-            is_sent: True for the answer as later requests have it, which is also the log's form.
-
-        Raises:
-            InputError: Any error of `messages_of`.
+        With `is_sent`, it is as later requests have it, which is also the log's form.
         """
         blocks = self.blocks if is_sent else [*map(_as_written, self.blocks)]
         return anthropic.messages_of("assistant", blocks, f"{self.where}, message")
@@ -332,22 +318,21 @@ class Reply:
     @property
     def unknown(self) -> str | None:
         """Type of the first block that is neither text, a thought nor a tool call; None if none."""
-        return next((p.type for p in self.blocks if not _is_written(p)), None)
+        for part in self.blocks:
+            is_call = _is_call(part) and bool(part.name) and bool(_arguments(part))
+            is_said = is_shown(part) or part.type in THOUGHTS or is_server_result(part)
+            if not is_call and not is_said:
+                return part.type
+        return None
 
 
 def unknown_in(content: Parts, where: str) -> str | None:
     """Return the type of the first part of a message that is neither text nor media."""
     for part in parts_in(content):
-        inner_parts = parts_of_result(part, where) if part.type == "tool_result" else [part]
-        for nested in inner_parts:
+        for nested in parts_of_result(part, where) if part.type == "tool_result" else [part]:
             if not is_shown(nested):
                 return nested.type
     return None
-
-
-def _is_written(part: Part) -> bool:
-    is_call = _is_call(part) and bool(part.name) and bool(_arguments(part))
-    return is_shown(part) or part.type in THOUGHTS or is_call or is_server_result(part)
 
 
 def _as_written(part: Part) -> Part:

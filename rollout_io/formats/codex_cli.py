@@ -1,8 +1,5 @@
 """The `codex_cli` format: sessions of Codex CLI (`rollout-*.jsonl`), one JSON object per line.
 
-    {"timestamp": "...", "type": "session_meta", "payload": {"id": "...", ...}}
-    {"timestamp": "...", "type": "response_item", "payload": {"type": "message", ...}}
-
 `response_item` lines are the conversation: consecutive items of the model (reasoning, text, tool calls)
 are one answer, which ends with its call (`token_usage_record`). `compacted` begins a new context; its
 summary was written in a call of its own, whose prompt is not logged: that answer is left out, and

@@ -157,12 +157,7 @@ class Contexts:
     _noted: set[int] = field(default_factory=set)
 
     def agent(self, key: str, name: str | None = None) -> Contexts:
-        """Return the contexts of a sub-agent, which begin empty.
-
-        Args:
-            key: Name of the sub-agent in this log.
-            name: Name that people know it by; None: the key.
-        """
+        """Return the contexts of a sub-agent, which begin empty; people know it by the name, or the key."""
         if key not in self.agents:
             self.agents[key] = Contexts(name=name or key, is_copied=self.is_copied)
         return self.agents[key]
@@ -272,14 +267,7 @@ class Contexts:
     def call(
         self, prompt: Sequence[Message], reply: Message, where: str, facts: Mapping[str, Any]
     ) -> None:
-        """Say the answer of a call whose whole prompt is logged; calls of agents are kept apart.
-
-        Args:
-            prompt: Messages that the model saw.
-            reply: Its answer.
-            where: Location of the call.
-            facts: See `Said`.
-        """
+        """Say the answer of a call whose whole prompt is logged; calls of agents are kept apart."""
         agent = facts.get("agent")
         last, nodes = self._calls.setdefault(agent, ([], []))
         num_same = sum(takewhile(bool, map(eq, last, prompt)))
@@ -328,11 +316,8 @@ class Contexts:
     def steps(self, trained: set[Said] | None = None) -> list[Logged]:
         """Return all conversations: the main agent's in the order of their ends, then sub-agents'.
 
-        What cannot be used, and answers of another session, are noted.
-
-        Args:
-            trained: Answers that are trained on already, such as those that a sub-agent inherits; the
-                answers of these contexts are added.
+        What cannot be used, and answers of another session, are noted. Answers in `trained`, such as those
+        that a sub-agent inherits, are trained on already; those of these contexts are added.
         """
         trained = set() if trained is None else trained
         steps: list[Logged] = [*self.exact] or [*self._conversations(trained)]

@@ -1,11 +1,5 @@
 """The `copilot_cli` format: sessions of GitHub Copilot CLI (`events.jsonl`), as JSON Lines.
 
-    {"type": "session.start", "data": {"sessionId": "...", "context": {"cwd": "..."}}, "id": "e1"}
-    {"type": "user.message", "data": {"content": "...", "transformedContent": "..."}, "id": "e2"}
-    {"type": "assistant.message", "data": {"content": "...", "reasoningText": "...",
-        "toolRequests": [{"toolCallId": "c", "name": "bash", "arguments": {...}}]}, "id": "e3"}
-    {"type": "tool.execution_complete", "data": {"toolCallId": "c", "result": {"content": "..."}}}
-
 A session is a run. Events with an `agentId`, or in older versions a `parentToolCallId`, are those of a
 sub-agent; its prompt is its first message, or an argument of the call that started it. A compaction begins a context with the summary, and a rewind
 takes events back. The run failed if it ends with an error. The log has no reward, no token ids and no

@@ -149,22 +149,21 @@ def sort_by_format(
             if tell is not None:
                 tell(name, None)
     unmatched = [name for name, names in matches.items() if not names]
-    unknown = next(
-        (name for name in unmatched if name in named or len(unmatched) == len(paths)), None
-    )
-    if unknown is not None:
+    unreadable = unmatched if len(unmatched) == len(paths) else [n for n in unmatched if n in named]
+    for unknown in unreadable[:1]:
         raise explanation(unknown, paths[unknown], formats) or unknown_format(unknown, formats)
     matched = {name: names for name, names in matches.items() if names}
     common = [name for name in formats if all(name in names for names in matched.values())]
-    sure = (
-        common if len(common) == 1 else {names[0] for names in matched.values() if len(names) == 1}
-    )
+    alone = [names[0] for names in matched.values() if len(names) == 1]
+    sure = common if len(common) == 1 else alone
     inputs: dict[str, list[str]] = {}
     for name, names in matched.items():
         chosen = [one for one in names if one in sure] if len(names) > 1 else names
         with told(name, None if name in named else tell):
             if len(chosen) != 1:
-                raise _ambiguous(name, names)
+                finding = f"the content matches {len(names)} formats: " + ", ".join(names)
+                hint = f"choose one, such as --format {names[0]}; `rollouts formats` describes them"
+                raise InputError(RULE, name, finding, hint=hint)
             inputs.setdefault(chosen[0], []).append(name)
     return inputs, unmatched
 
@@ -230,13 +229,6 @@ def _nearest(name: str, path: Path, formats: Mapping[str, Adapter]) -> InputErro
     hint = f"did you mean {missing_key!r}, not {near[0]!r}?" if near else f"add {missing_key!r}"
     hint += f" See docs/formats/{nearest}.md" if near else f": see docs/formats/{nearest}.md"
     return InputError(RULE, name, finding, "", hint)
-
-
-def _ambiguous(name: str, names: Collection[str]) -> InputError:
-    finding = f"the content matches {len(names)} formats: " + ", ".join(names)
-    first = next(iter(names))
-    hint = f"choose one, such as --format {first}; `rollouts formats` describes them"
-    return InputError(RULE, name, finding, hint=hint)
 
 
 PICKLE_HINT = """\

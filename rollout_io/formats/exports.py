@@ -112,8 +112,10 @@ def _with_all_columns(schema: pa.Schema, table: pa.Table) -> pa.Table:
 
 FORMATS = {
     "skyrl": Format("a GeneratorOutput as JSON", partial(_written, "skyrl")),
-    "trl": Format("samples of a GRPO rollout function, Parquet", partial(_written, "trl")),
-    "verl": Format("agent-loop outputs, Parquet", partial(_written, "verl")),
+    "trl": Format(
+        "samples of a GRPO rollout function, Parquet", partial(_written, "trainers:write_trl")
+    ),
+    "verl": Format("agent-loop outputs, Parquet", partial(_written, "trainers:write_verl")),
     "slime": Format("a .pt for --load-debug-rollout-data", partial(_written, "slime_export")),
     "hf": Format("a Hugging Face dataset folder", partial(_written, "hugging_face:write_folder")),
     "session_traces": Format(

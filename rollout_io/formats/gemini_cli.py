@@ -1,21 +1,20 @@
-"""The `gemini_cli` format: sessions of Gemini CLI, JSON Lines since 0.39 and one document before.
+"""The `gemini_cli` and `qwen_code` formats: sessions of Gemini CLI, and of Qwen Code, which is built on it.
 
-    {"sessionId": "...", "projectHash": "...", "startTime": "...", "kind": "main"}
-    {"id": "1", "type": "user", "content": [{"text": "..."}]}
-    {"id": "2", "type": "gemini", "content": "...", "thoughts": [...], "toolCalls": [...], "model": "..."}
-    {"$set": {"messages": [...]}}
-    {"$rewindTo": "1"}
-
-    {"sessionId": "...", "projectHash": "...", "messages": [...]}
-
-A line with the id of an earlier message replaces it; `$set` shows the whole history (a compaction, a
-resumed session), and `$rewindTo` takes back a message and all after it. An answer in a history that no
-line has before, without a model, is the program's own. Calls of tools contain their results, which
-newer versions repeat in the next message. Thoughts are Gemini's summaries of its reasoning (a subject
-and a description). Messages of other types (info, warning, error) are only for display.
+Gemini CLI writes JSON Lines since 0.39, and wrote one document before. A line with the id of an earlier
+message replaces it; `$set` shows the whole history (a compaction, a resumed session), and `$rewindTo`
+takes back a message and all after it. An answer in a history that no line has before, without a model, is
+the program's own. Calls of tools contain their results, which newer versions repeat in the next message.
+Thoughts are Gemini's summaries of its reasoning (a subject and a description). Messages of other types
+(info, warning, error) are only for display.
 
 A session is a run, in one file or more; sub-agents (`chats/SESSION/ID.jsonl`) belong to the run of their session. The log
 has no reward, no token ids, no system prompt and no tool definitions.
+
+Qwen Code writes a tree of records, whose messages are contents of Gemini's API. Records with one uuid are
+parts of one message. A compression begins a context with the history that replaces the messages, and so
+does the history that a forked sub-agent (`isSidechain`) starts with. A branch in a file of its own begins
+with records of another session, whose answers are trained on in one of them. The log also lacks the
+reminder about skills and the environment that is sent before the first message.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from rollout_io.formats.base import note
+from rollout_io.formats.base import note, note_run
 from rollout_io.formats.contexts import SUMMARIES, Contexts, Item, Said
 from rollout_io.formats.dialects import gemini
 from rollout_io.formats.dialects.gemini import Part, Parts, joined_content, parts_in, result_content
@@ -111,10 +110,19 @@ def read(lines: Iterator[Line], log: Contexts) -> None:
             logged.add(record.id or where)
             _attach(calls, where, log, shown)
         elif isinstance(record, Message):
-            _break_off(record, where, log)
-            _add(record, where, log, logged)
+            answered, tip = _results(record), log.tip
+            is_prompt = record.type == "user" and not answered
+            if (
+                is_prompt
+                and tip is not None
+                and tip.messages
+                and tip.messages[-1]["role"] == "tool"
+            ):
+                end: Chat = {"role": "assistant", "content": BROKEN_OFF}
+                log.say([end], where, f"{where} end", given=PLACEHOLDER)
+            _add(record, answered, where, log, logged)
             _attach(calls, where, log, shown)
-            results |= {name for name in _results(record) if name}
+            results |= {name for name in answered if name}
         elif isinstance(record, State) and record.rewind is not None:
             back = log.find(record.rewind)
             log.rewind(back and back.before)
@@ -129,58 +137,47 @@ def read(lines: Iterator[Line], log: Contexts) -> None:
 
 def _has_calls_alone(record: Answer, log: Contexts) -> bool:
     """True for a record behind an answer of an editor's session (ACP), with the calls of all of them."""
-    is_said = log.find(record.id) is not None
-    is_behind = log.tip is not None and log.tip.is_answer
+    is_behind = log.tip is not None and log.tip.is_answer and log.find(record.id) is None
     is_empty = not record.content and not record.thoughts and record.tokens is None
-    return bool(record.tool_calls) and is_empty and is_behind and not is_said
+    return bool(record.tool_calls) and is_empty and is_behind
 
 
 def _give_uncalled(results: Collection[str], log: Contexts) -> None:
     """Make answers part of the prompt that called what is in no record, such as a cancelled call."""
-    answer: Said | None = None
+    answer = None
     for node in log.path():
         answer = node if node.is_answer else answer
-        if answer is None or answer.is_given:
-            continue
-        called = {c.get("id") for m in answer.messages for c in m.get("tool_calls", ())}
-        for message in node.messages:
-            if message.get("tool_call_id") in {*results} - called:
-                answer.is_given = True
-                note(UNCALLED)
+        if answer is not None and not answer.is_given:
+            called = {c.get("id") for m in answer.messages for c in m.get("tool_calls", ())}
+            num = sum(m.get("tool_call_id") in {*results} - called for m in node.messages)
+            answer.is_given = num > 0
+            note(UNCALLED, num)
 
 
 def _attach(
     calls: Mapping[str | None, _ToolCall], where: str, log: Contexts, shown: Said | None
 ) -> None:
     """Add calls to the answers behind a node whose results the context has."""
-    answer: Said | None = None
-    path = log.path()
+    answer, path = None, log.path()
     for node in path[path.index(shown) + 1 :] if shown in path else path:
         answer = node if node.is_answer else answer
         names = {message.get("tool_call_id") for message in node.messages} & calls.keys()
         if answer is None or not names:
             continue
         last = [m for m in answer.messages if m["role"] == "assistant"][-1]
-        called = {call.get("id") for call in last.get("tool_calls", ())}
-        more = [
-            tool_call(name, calls[name].name, json_text(calls[name].args, where))
-            for name in calls
-            if name in names - called
-        ]
-        if more:
-            last["tool_calls"] = [*last.get("tool_calls", ()), *more]
+        names -= {call.get("id") for call in last.get("tool_calls", ())}
+        _add_calls(last, [(name, call) for name, call in calls.items() if name in names], where)
 
 
-def _break_off(message: Message, where: str, log: Contexts) -> None:
-    """Before a prompt, end a turn that broke off with a result."""
-    tip = log.tip
-    is_prompt = message.type == "user" and not _results(message)
-    if is_prompt and tip is not None and tip.messages and tip.messages[-1]["role"] == "tool":
-        end: Chat = {"role": "assistant", "content": BROKEN_OFF}
-        log.say([end], where, f"{where} end", given=PLACEHOLDER)
+def _add_calls(message: Chat, calls: Sequence[tuple[str | None, _ToolCall]], where: str) -> None:
+    more = [tool_call(name, call.name, json_text(call.args, where)) for name, call in calls]
+    if more:
+        message["tool_calls"] = [*message.get("tool_calls", ()), *more]
 
 
-def _add(message: Message, where: str, log: Contexts, logged: set[str]) -> None:
+def _add(
+    message: Message, answered: set[str | None], where: str, log: Contexts, logged: set[str]
+) -> None:
     key = message.id or where
     logged.add(key)
     messages = [*_messages(message, where)]
@@ -191,7 +188,6 @@ def _add(message: Message, where: str, log: Contexts, logged: set[str]) -> None:
         earlier.messages = messages
         return
     log.say(messages, where, key)
-    answered = _results(message)
     for node in log.path() if answered else ():  # the message repeats them
         if node is not log.tip:
             node.messages = [m for m in node.messages if m.get("tool_call_id") not in answered]
@@ -213,7 +209,9 @@ def _show(history: Sequence[Answer], where: str, log: Contexts, logged: set[str]
         if is_unsaid and not given and message.type != "user" and message.model is None:
             given = WRITTEN
         is_copy = bool(given) or log.find(key) is not None
-        if logged is not None and is_copy and items and _is_answer(items[-1].messages[-1:], pieces):
+        ends = (items[-1].messages[-1:] if items else (), pieces)
+        is_answer = all(pieces and pieces[0]["role"] == "assistant" for pieces in ends)
+        if logged is not None and is_copy and is_answer:
             last = dict(items[-1].messages[-1])  # they are sent as one
             extend(last, pieces[0])
             note(JOINED)
@@ -222,11 +220,6 @@ def _show(history: Sequence[Answer], where: str, log: Contexts, logged: set[str]
             items.append(Item(key, pieces, f"{where}[{i}]", given=given))
     note(SUMMARIES, any(item.given == WRITTEN for item in items))
     log.show(items)
-
-
-def _is_answer(*messages: Sequence[Chat]) -> bool:
-    """True if all of these begin with an answer."""
-    return all(pieces and pieces[0]["role"] == "assistant" for pieces in messages)
 
 
 def _results(message: Message) -> set[str | None]:
@@ -247,13 +240,7 @@ def _messages(logged: Message, where: str) -> Iterator[Chat]:
         pieces[0]["reasoning_content"] = "\n".join(thoughts)
     called = {c.get("id") for message in pieces for c in message.get("tool_calls", ())}
     calls = [(call.id or f"call_{i}", call) for i, call in enumerate(logged.tool_calls or ())]
-    more = [
-        tool_call(name, call.name, json_text(call.args, where))
-        for name, call in calls
-        if name not in called
-    ]
-    if more:
-        pieces[-1]["tool_calls"] = [*pieces[-1].get("tool_calls", ()), *more]
+    _add_calls(pieces[-1], [(name, call) for name, call in calls if name not in called], where)
     yield from pieces
     for name, call in calls:
         if call.result is not None:
@@ -300,3 +287,147 @@ ADAPTER = Sessions(
         {"sessionId": str, "messages": None, "projectHash": str, "startTime": str},
     ),
 ).adapter("sessions of Gemini CLI (JSON Lines, or one JSON document each); text only")
+
+
+REMINDER = (
+    "runs without the reminder (skills, environment, folder) that Qwen Code sends before the first "
+)
+REMINDER += "message: it is not in the log"
+_QWEN_LEAVES = {
+    "facts about a record, the process and its settings": "*/timestamp */version "
+    "*/gitBranch */agentColor */agentRunId */provenance */goalContext */backgroundTurn */promptId "
+    "*/daemonPromptId */forkedFrom */externalInputKind assistant/usageMetadata "
+    "assistant/contextWindowSize",
+    "repeats what is in the message, for display": "user/systemPayload "
+    "tool_result/toolCallResult tool_result/systemPayload assistant/systemPayload",
+    "facts about a compression": "system:chat_compression/systemPayload.info "
+    "system:chat_compression/systemPayload.notes system:chat_compression/systemPayload.promptIds "
+    "system:chat_compression/systemPayload.completedToolCallIds "
+    "system:agent_bootstrap/systemPayload.kind",
+    "state of the harness, shown to the user or read when a session is resumed": "system",
+}
+_History = Annotated[list[msgspec.Raw] | None, inner(gemini.CONTENT)]
+
+
+class _Record(msgspec.Struct, gc=False, rename="camel"):
+    """A record of the tree; the model does not see those without a struct of their own."""
+
+    uuid: str | None = None
+    parent_uuid: str | None = None
+    session_id: str | None = None
+    cwd: str | None = None
+    is_sidechain: bool | None = None
+    agent_id: str | None = None
+    agent_name: str | None = None
+
+
+class _Turn(msgspec.Struct, gc=False):
+    contents = gemini.CONTENT
+
+    parts: gemini.Parts = None
+
+
+class _Spoken(_Record, gc=False, rename="camel"):
+    message: _Turn | None = None
+
+
+class _Reply(_Spoken, gc=False, rename="camel"):
+    model: str | None = None
+
+
+class _Compression(msgspec.Struct, gc=False, rename="camel"):
+    history: _History = msgspec.field(name="compressedHistory", default=None)
+
+
+class _Bootstrap(msgspec.Struct, gc=False, rename="camel"):
+    history: _History = None
+    system_instruction: Any = None
+    tools: Any = None
+
+
+class _Compressed(_Record, gc=False, rename="camel"):
+    system_payload: _Compression | None = None
+
+
+class _Begun(_Record, gc=False, rename="camel"):
+    system_payload: _Bootstrap | None = None
+
+
+class _Copy(msgspec.Struct, gc=False):
+    uuid: str
+    message: msgspec.Raw
+
+
+_COPY = msgspec.json.Decoder(_Copy)
+_ROLES = {"user": "user", "tool_result": "user", "assistant": "assistant"}
+
+
+def _identity(kind: str, fields: bytes) -> str | None:
+    """Return the id and the message of an answer, which a branch in another file copies."""
+    line = _COPY.decode(fields) if kind == "assistant" else None
+    return None if line is None else f"{line.uuid} {bytes(line.message)!r}"
+
+
+def _read_tree(lines: Iterator[Line], log: Contexts) -> None:
+    parts: dict[str, list[Part | str]] = {}
+    note_run(REMINDER)
+    for where, kind, record in lines:
+        if not isinstance(record, _Record):
+            continue
+        key = record.uuid or where
+        begun = log.find(key) if key in parts else None
+        if begun is None and record.uuid:
+            log.follow(record.parent_uuid)
+        if isinstance(record, _Compressed | _Begun):
+            payload = record.system_payload
+            if isinstance(payload, _Bootstrap):
+                if payload.system_instruction is not None:
+                    log.system = gemini.system_prompt(payload.system_instruction, where)
+                log.tools = gemini.tools(payload.tools) or log.tools
+            history = (payload.history if payload else None) or ()
+            log.replace()
+            messages = gemini.messages(history, f"{where}, systemPayload")
+            log.say(messages, where, f"{where}, history", given=True)
+        if not isinstance(record, _Spoken):
+            log.say([], where, key)
+            continue
+        content = parts_in(record.message.parts if record.message else None)
+        parts[key] = [*parts.get(key, []), *content]
+        messages = gemini.messages_of(_ROLES[kind], parts[key], where) if parts[key] else []
+        if isinstance(record, _Reply):
+            log.model = record.model or log.model
+        node = begun or log.say(messages, where, key)
+        node.messages, node.where = messages, where
+
+
+def _tree_names(path: Path, first: Sequence[Any]) -> Names:
+    head = next((r for r in first if isinstance(r, _Record) and r.session_id), _Record())
+    session = head.session_id or str(path)
+    labels = {"cwd": head.cwd}
+    if head.is_sidechain:
+        agent = head.agent_name or head.agent_id or path.stem
+        return Names(f"{session}/{path.stem}", session, agent, labels=labels)
+    return Names(session, labels=labels)
+
+
+_IDS = {"uuid": object, "parentUuid": object, "sessionId": object}
+QWEN = Sessions(
+    kind="type",
+    subkind="subtype",
+    records={
+        "user": _Spoken,
+        "tool_result": _Spoken,
+        "assistant": _Reply,
+        "system:chat_compression": _Compressed,
+        "system:agent_bootstrap": _Begun,
+        "system": _Record,
+    },
+    leaves=_QWEN_LEAVES,
+    names=_tree_names,
+    read=_read_tree,
+    is_record=like(
+        {**_IDS, "type": "system", "systemPayload": object},
+        {**_IDS, "type": {*_ROLES}, "message": {"parts": list}},
+    ),
+    identity=_identity,
+).adapter("sessions of Qwen Code: JSONL, a tree of records; text only")

@@ -36,10 +36,10 @@ import msgspec
 from rollout_io.formats.base import note
 from rollout_io.formats.contexts import SUMMARIES, Contexts, Said
 from rollout_io.formats.dialects import anthropic
+from rollout_io.formats.engines.files import columns_in, opened, row_of
 from rollout_io.formats.engines.sessions import Line, Names, Rows
 from rollout_io.formats.grammar import SELF, Contents, inner
 from rollout_io.formats.parsing.content import NO_JSON, Message, Part, known, same_json
-from rollout_io.formats.parsing.databases import columns_in, opened, row_of
 from rollout_io.formats.parsing.jsonl import decode_document
 from rollout_io.formats.requests import Sends
 
@@ -308,7 +308,11 @@ def read(lines: Iterator[Line], log: Contexts) -> None:
     """Read the messages of a session."""
     stored = [_Entry(message, where, log.is_copied) for where, _, message in lines]
     answered = {name for one in stored for name in one.message.ids("toolResponse")}
-    _note_inverted(stored)
+    times = {name: one.message.created for one in stored for name in one.message.ids("toolRequest")}
+    for one in stored:
+        if (end := one.message.created) is not None:
+            late = [times.get(name) or 0 for name in one.message.ids("toolResponse")]
+            note(INVERTED, sum(time > end for time in late))
     log.sends = _SENDS
     for entry in _joined(_sent(stored)):
         if entry.begins:
@@ -326,16 +330,6 @@ def read(lines: Iterator[Line], log: Contexts) -> None:
         is_more = entry.kind == "assistant" and log.tip is not None and log.tip.trains
         where = log.tip.where if is_more and log.tip is not None else entry.where
         log.say(pieces, where, entry.where, given=given or False, is_alone=entry.kind == "tool")
-
-
-def _note_inverted(stored: Sequence[_Entry]) -> None:
-    times = {
-        name: one.message.created or 0 for one in stored for name in one.message.ids("toolRequest")
-    }
-    for one in stored:
-        if one.message.created is not None:
-            late = [times.get(name, 0) for name in one.message.ids("toolResponse")]
-            note(INVERTED, sum(time > one.message.created for time in late))
 
 
 def _sent(stored: Sequence[_Entry]) -> Iterator[_Entry]:
@@ -426,15 +420,12 @@ def _drop_open_calls(log: Contexts, answered: Collection[str | None]) -> None:
     calls = [call for one in answer for m in one.messages for call in m.get("tool_calls", ())]
     if any(call.get("id") not in answered for call in calls):
         log.rewind(node)
-        log.keep(
-            replace(one, messages=[_without_open_calls(m, answered) for m in one.messages])
-            for one in answer
-        )
-
-
-def _without_open_calls(message: Message, answered: Collection[str | None]) -> Message:
-    calls = [call for call in message.get("tool_calls", ()) if call.get("id") in answered]
-    return known(message | {"tool_calls": calls or None})
+        for one in answer:
+            messages = list[Message]()
+            for message in one.messages:
+                calls = [c for c in message.get("tool_calls", ()) if c.get("id") in answered]
+                messages.append(known(message | {"tool_calls": calls or None}))
+            log.keep([replace(one, messages=messages)])
 
 
 ADAPTER = Rows(

@@ -19,11 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from rollout_io.formats.atif import (
-    is_file,
-    read_run,
-    referred_files,
-)
+from rollout_io.formats.atif import is_file, read_run, referred_files
 from rollout_io.formats.atif_document import CONTENTS, read_trajectory
 from rollout_io.formats.base import (
     HAS_TEXT,
@@ -37,10 +33,7 @@ from rollout_io.formats.base import (
     Run,
 )
 from rollout_io.formats.engines.files import Start
-from rollout_io.formats.harbor_trial import (
-    keeps_text,
-    read_trial,
-)
+from rollout_io.formats.harbor_trial import keeps_text, read_trial
 from rollout_io.formats.parsing.content import known
 from rollout_io.formats.parsing.jsonl import read_document
 from rollout_io.formats.parsing.records import INCOMPLETE
@@ -51,6 +44,7 @@ Key = tuple[str, int]
 _IDS = re.compile(rb'"completion_token_ids"\s*:\s*\[[\s\[\],]*\d')
 _NULL = msgspec.Raw(b"null")
 _NUM_TRIES = 8
+_TRAJECTORY = ("agent", "trajectory.json")
 _KEYS = (b'"trial_name"', b'"n_total_trials"', b'"schema_version"', b'"conversations"')
 
 
@@ -168,7 +162,8 @@ def _expand_directory(path: Path, errors: list[RolloutError]) -> list[Source]:
     if is_file(path / "agent" / "trajectory.json"):  # a trial without its result
         children = [*find_runs(path / "agent" / "trajectory.json", errors), *children]
     if any(source.directory for source in children):
-        bare = [source for source in children if _is_bare(source)]
+        # The trajectory in a trial directory that has no result.
+        bare = [s for s in children if not s.directory and s.path.parts[-2:] == _TRAJECTORY]
         children = [source for source in children if source not in bare]
         for source in bare:
             finding = "the trial has no result.json, but other trials in its directory do"
@@ -183,15 +178,6 @@ def _expand_directory(path: Path, errors: list[RolloutError]) -> list[Source]:
         hint = "resume the job, copy its missing trials, or pass the trial directories one by one"
         errors.append(InputError("missing_trials", str(path), finding, hint=hint))
     return children
-
-
-def _is_bare(source: Source) -> bool:
-    """True if the source is the trajectory in a trial directory that has no result."""
-    file = source.path
-    return source.directory is None and (file.parent.name, file.name) == (
-        "agent",
-        "trajectory.json",
-    )
 
 
 def _expand_children(path: Path, errors: list[RolloutError]) -> list[Source]:
@@ -209,24 +195,19 @@ def _children(path: Path) -> list[Path]:
     # `Path.resolve` raises an error for a link that points to itself.
     real = Path(os.path.realpath(path))
     below = [child for child in below if not real.is_relative_to(os.path.realpath(child))]
-    return [
-        child
-        for child in below
-        if any(is_file(child / name) for name in names)
-        or any(child.glob("*/result.json"))
-        or (
-            recognizes(Start(child))
-            if child.is_dir()
-            else child.name not in names and _is_atif(child)
-        )
-    ]
 
+    def has_runs(child: Path) -> bool:
+        if any(is_file(child / name) for name in names) or any(child.glob("*/result.json")):
+            return True
+        if child.is_dir():
+            return recognizes(Start(child))
+        try:
+            is_document = child.suffix == ".json" and child.name not in names and is_file(child)
+            return is_document and _read_head(child).is_atif
+        except RolloutError:
+            return False
 
-def _is_atif(path: Path) -> bool:
-    try:
-        return path.suffix == ".json" and is_file(path) and _read_head(path).is_atif
-    except RolloutError:
-        return False
+    return [*filter(has_runs, below)]
 
 
 def _read_head(path: Path) -> Head:
@@ -242,9 +223,8 @@ def _read_head(path: Path) -> Head:
         if error.rule == "json_document" and len(start.lines) > 1 and not start.is_document:
             raise _unknown(path, "the file has several JSON documents (JSON Lines)") from None
         if error.rule == "record_type":
-            raise _unknown(
-                path, f"the document is not from Harbor ({error.sentence.removesuffix('.')})"
-            ) from None
+            why = error.sentence.removesuffix(".")
+            raise _unknown(path, f"the document is not from Harbor ({why})") from None
         raise
 
 
@@ -306,15 +286,12 @@ def recognizes(start: Start) -> bool:
             files = (file for name in names for file in path.glob(name))
             if any(_is_harbor(Start(file)) for file in islice(files, _NUM_TRIES)):
                 return True
-            return is_file(path / "config.json") and _is_trial_config(path / "config.json")
+            config = path / "config.json"
+            head = _read_head(config) if is_file(config) else Head()
+            return head.trial_name is not None and head.task_name is None
         return _is_harbor(start)
     except (OSError, RolloutError):
         return False
-
-
-def _is_trial_config(path: Path) -> bool:
-    head = _read_head(path)
-    return head.trial_name is not None and head.task_name is None
 
 
 def _is_harbor(start: Start) -> bool:
@@ -357,7 +334,9 @@ def find_trials(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
         if source.path.resolve() in incomplete:
             yield Rejected(place, incomplete[source.path.resolve()])
             continue
-        labels = _labels(source)
+        names = ("task_name", "task_checksum", "trial_name")
+        named = {name: getattr(source.head, name) for name in names}
+        labels = known(named | {"job": source.job if source.head.is_trial else None})
         yield Run(instance_id=key[0], repetition_id=key[1], places=[place], labels=labels)
 
 
@@ -376,13 +355,15 @@ def _survey(sources: Iterable[Source]) -> tuple[set[Path], bool, dict[Path, Inpu
         for path in _trajectories(source):
             try:
                 run = read_run(path, read_trajectory(path))
-                has_text = has_text or (run.tokenless is not None and _keeps_text(source))
+                if run.tokenless is not None and not has_text:
+                    has_text = source.head.is_atif or (
+                        not source.head.has_ids and keeps_text(source.path)
+                    )
             except RecursionError:
                 continue  # reported when the run is read
             except RolloutError as error:  # reported when the run is read
-                finding = (
-                    f"a different record of this run was rejected ({error.rule}: {error.where})"
-                )
+                rejected = f"{error.rule}: {error.where}"
+                finding = f"a different record of this run was rejected ({rejected})"
                 for file in referred_files(path) - {path.resolve()}:
                     lost = InputError(INCOMPLETE, str(file), finding, hint=error.hint)
                     incomplete.setdefault(file, lost)
@@ -390,12 +371,8 @@ def _survey(sources: Iterable[Source]) -> tuple[set[Path], bool, dict[Path, Inpu
             resolved = source.path.resolve()
             files.setdefault(resolved, set()).update({file for file, _ in run.entered} - {resolved})
     # A readable part of an incomplete run must not hide the parts to which it refers.
-    inner = {
-        file
-        for resolved, entered in files.items()
-        if resolved not in incomplete
-        for file in entered
-    }
+    readable = [entered for resolved, entered in files.items() if resolved not in incomplete]
+    inner = set[Path]().union(*readable)
     return inner, has_text, {file: e for file, e in incomplete.items() if file not in inner}
 
 
@@ -406,19 +383,6 @@ def _trajectories(source: Source) -> Iterator[Path]:
         named = source.directory.glob("steps/*/agent/trajectory.json")
         paths = [source.directory / "agent" / "trajectory.json", *named]
         yield from (path for path in paths if is_file(path))
-
-
-def _keeps_text(source: Source) -> bool:
-    if source.head.is_atif:
-        return True
-    return not source.head.has_ids and keeps_text(source.path)
-
-
-def _labels(source: Source) -> dict[str, str]:
-    head = source.head
-    names = ("task_name", "task_checksum", "trial_name")
-    job = source.job if head.is_trial else None
-    return known({name: getattr(head, name) for name in names} | {"job": job})
 
 
 ADAPTER = Adapter(

@@ -121,18 +121,14 @@ def read_trial(run: Run, options: Options) -> Trajectory:
         if run.places[0].offset is None or "trial_name" in run.labels:
             directory = path.parent if run.places[0].offset is None else None
             return _read_trial(run, path, directory, options)
-        return Trajectory(steps=_read_file(path))
+        logged = read_run(path, read_trajectory(path))
+        why = logged.tokenless
+        steps = logged.steps if why is None else conversations(logged, why)
     except RecursionError:
         raise InputError("json_document", str(path), NESTED) from None
-
-
-def _read_file(path: Path) -> Sequence[Step | Conversation]:
-    trial_run = read_run(path, read_trajectory(path))
-    why = trial_run.tokenless
-    steps = trial_run.steps if why is None else conversations(trial_run, why)
     if not steps:
         raise InputError("no_calls", str(path), "the trajectory has no model calls")
-    return steps
+    return Trajectory(steps=steps)
 
 
 def _read_trial(run: Run, path: Path, directory: Path | None, options: Options) -> Trajectory:
@@ -203,18 +199,13 @@ def _outcome_of(
         reward = 0.0
     else:
         error = f"{exception.exception_type}: {exception.exception_message}".rstrip(": \n")
-    metrics = _part_metrics(trial) | rewards
+    metrics: dict[str, float] = {}
+    for i, part in enumerate(trial.step_results or ()):
+        metrics |= {f"{part.step_name or i}.{key}": n for key, n in part.rewards.items()}
+    metrics |= rewards
     return Trajectory(
         steps=[], reward=reward, error=error, metrics=metrics, user_values=_user_values(trial)
     )
-
-
-def _part_metrics(trial: _Trial) -> dict[str, float]:
-    """Return all numbers of a trial's steps as `{step_name}.{key}`."""
-    parts = enumerate(trial.step_results or ())
-    return {
-        f"{p.step_name or i}.{key}": value for i, p in parts for key, value in p.rewards.items()
-    }
 
 
 def _last_rewards(trial: _Trial) -> dict[str, float]:
@@ -315,14 +306,11 @@ def _element(detail: _Detail, index: int, place: str) -> list[Step]:
     """Read the calls of one agent: the main agent at index 0, sub-agents after it."""
     prompts, responses = detail.prompt_token_ids or [], detail.completion_token_ids or []
     logprobs, routes = detail.logprobs or [], (detail.extra or {}).get(_ROUTES) or []
-    lists: dict[str, Sequence[object]] = {
-        "prompt_token_ids": prompts,
-        "completion_token_ids": responses,
-    }
-    optional: dict[str, Sequence[object]] = {"logprobs": logprobs, f"extra.{_ROUTES}": routes}
-    lists |= {name: values for name, values in optional.items() if values}
-    if len({len(values) for values in lists.values()}) > 1:
-        lengths = ", ".join(f"{len(values)} {name}" for name, values in lists.items())
+    lengths_of = {"prompt_token_ids": len(prompts), "completion_token_ids": len(responses)}
+    optional = {"logprobs": len(logprobs), f"extra.{_ROUTES}": len(routes)}
+    lengths_of |= {name: length for name, length in optional.items() if length}
+    if len({*lengths_of.values()}) > 1:
+        lengths = ", ".join(f"{length} {name}" for name, length in lengths_of.items())
         raise tokenless(place, f"the lists have unequal lengths ({lengths})")
     steps = []
     for turn, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
@@ -352,31 +340,25 @@ def _agreed(elements: Sequence[Sequence[Step]], run: LoggedRun, place: str) -> l
             where = theirs[0].source.partition(",")[0] if theirs else "the trajectory"
             finding = f"{count(len(ours), 'call')} here, but {len(theirs)} in {where}"
             raise _disagree(f"{place}[{index}]", finding)
-        for a, b in zip(ours, theirs, strict=True):
-            _refuse_difference(a, b)
+        for call, other in zip(ours, theirs, strict=True):
+            for name in ("prompt_token_ids", "response_ids", "rollout_logprobs"):
+                a, b = getattr(call, name), getattr(other, name)
+                if a is not None and b is not None and not np.array_equal(a, b):
+                    raise _disagree(call.source, f"{name} differ from those in {other.source}")
     calls = {name: iter(element) for name, element in zip(names, elements, strict=True)}
     return [_joined(next(calls[lineage]), step) for step, lineage in logged]
 
 
 def _joined(tokens: Step, details: Step) -> Step:
-    logprobs = (
-        details.rollout_logprobs if tokens.rollout_logprobs is None else tokens.rollout_logprobs
-    )
+    logprobs, others = tokens.rollout_logprobs, details.rollout_logprobs
     return msgspec.structs.replace(
         tokens,
-        rollout_logprobs=logprobs,
+        rollout_logprobs=others if logprobs is None else logprobs,
         agent=details.agent,
         temperature=details.temperature,
         response_text=details.response_text,
         num_counted=details.num_counted,
     )
-
-
-def _refuse_difference(ours: Step, theirs: Step) -> None:
-    for name in ("prompt_token_ids", "response_ids", "rollout_logprobs"):
-        a, b = getattr(ours, name), getattr(theirs, name)
-        if a is not None and b is not None and not np.array_equal(a, b):
-            raise _disagree(ours.source, f"{name} differ from those in {theirs.source}")
 
 
 def _disagree(where: str, got: str) -> InputError:

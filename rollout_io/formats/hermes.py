@@ -1,10 +1,5 @@
 """The `hermes` format: sessions that Hermes Agent exports (`hermes sessions export`), one per line.
 
-    {"id": "20260618_102031_bb7d6b", "source": "cli", "model": "...", "system_prompt": "...",
-     "started_at": 1781792578.4, "message_count": 2, "messages": [
-        {"id": 1, "role": "user", "content": "...", "active": 1},
-        {"id": 2, "role": "assistant", "content": "...", "reasoning": "...", "tool_calls": [...]}]}
-
 A session is a run, named by its `id`. A compression writes the first messages again, then a summary, then
 the last messages again: into a child session (`parent_session_id`, `end_reason`), which belongs to the run
 of its parent, or into the same session, whose earlier messages become `compacted`. What it wrote is part
@@ -24,6 +19,8 @@ messages, and what is said during a call after its result was stored; nor tool d
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
+from operator import eq
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -159,13 +156,11 @@ _STATE = msgspec.json.Decoder(_State)
 
 def _rows_of(messages: Sequence[msgspec.Raw], where: str) -> list[_Row]:
     """Return the messages of a session as they are sent, without those that were taken back."""
-    states = [
-        decode_line(_STATE, bytes(raw), f"{where}, messages[{i}]") for i, raw in enumerate(messages)
-    ]
+    places = [f"{where}, messages[{i}]" for i in range(len(messages))]
+    states = [decode_line(_STATE, bytes(r), p) for r, p in zip(messages, places, strict=True)]
     has_reasons = any(state.finish_reason for state in states)
     rows = list[_Row]()
-    for i, (raw, state) in enumerate(zip(messages, states, strict=True)):
-        place = f"{where}, messages[{i}]"
+    for raw, state, place in zip(messages, states, places, strict=True):
         is_active = state.active is None or bool(state.active)
         if not is_active and not state.compacted:
             note(INACTIVE)
@@ -174,7 +169,12 @@ def _rows_of(messages: Sequence[msgspec.Raw], where: str) -> list[_Row]:
         else:
             is_sampled = state.finish_reason is not None or not has_reasons
             given = None if is_sampled or state.role != "assistant" else NOT_SAMPLED
-            message = _sent(read_message(raw, place), state)
+            message = read_message(raw, place)
+            content = message["content"]
+            if state.api_content and state.role in {"user", "assistant"}:
+                content = state.api_content
+            is_text = isinstance(content, str) and state.role != "assistant"
+            message["content"] = content.strip() if is_text else content
             rows.append(_Row(message, place, not is_active, state, given))
     return rows
 
@@ -186,15 +186,6 @@ def _sends_thoughts(session: Session, rows: Iterable[_Row]) -> bool:
     is_thinker = any(name in model for name in _THINKERS)
     has_items = any(row.state.reasoning_details or row.state.is_interim for row in rows)
     return is_asked_for or is_thinker or has_items
-
-
-def _sent(message: Message, state: _State) -> Message:
-    """Return a message as Hermes sends it: with what it added, and without space around it."""
-    content = message["content"]
-    if state.api_content and state.role in {"user", "assistant"}:
-        content = state.api_content
-    is_text = isinstance(content, str) and state.role != "assistant"
-    return message | {"content": content.strip() if is_text else content}
 
 
 def _say(rows: Sequence[_Row], num_written: int, log: Contexts) -> None:
@@ -354,18 +345,12 @@ def _num_inserted(rows: Sequence[_Row]) -> int:
 def _num_written(rows: Sequence[_Row], others: Sequence[Any], *, is_compressed: bool) -> int:
     """Return how many messages a compression or a branch wrote: copies, around a summary.
 
-    Args:
-        rows: Messages of a session, or of a part of it.
-        others: Names of the messages of what it continues.
-        is_compressed: True if that ended with a compression.
+    The others are the names of the messages of what the rows continue.
     """
     names = [_name_of(row.message) for row in rows]
-    pairs = enumerate(zip(names, others, strict=False))
-    num_head = next(
-        (i for i, (name, other) in pairs if name != other), min(len(names), len(others))
-    )
+    num_head: int = sum(takewhile(bool, map(eq, names, others)))
     gap = rows[num_head : num_head + _NUM_SUMMARIES]
-    num_marked = max((i + 1 for i, row in enumerate(gap) if row.is_summary), default=0)
+    num_marked = _num_summarized(gap)
     if not is_compressed and not num_marked:
         return num_head
     for start in range(num_head + max(num_marked, 1), num_head + len(gap) + 1):

@@ -1,18 +1,11 @@
 """The Hugging Face Hub: its traces of sessions, read and written, and dataset folders.
 
-The `session_traces` format is the Hub's Session Trace Simple Format:
-
-    {"type": "session", "harness": "my-agent", "id": "s", "name": "..."}
-    {"type": "message", "message": {"role": "user", "content": "..."}}
-    {"type": "message", "message": {"role": "assistant", "content": "", "reasoningContent": "...",
-     "toolCalls": [{"id": "c", "function": {"name": "ls", "arguments": "{}"}}]}}
-    {"type": "message", "message": {"role": "tool", "content": "...", "toolCallId": "c"}}
-
-A file is a session, which the Hub shows in its viewer of traces. The header may have more keys, which
-the Hub ignores. An export writes there what it knows of the run, and `read` takes it back:
-`instance_id` (the group, else each session is one), `repetition_id`, `reward` (of the run; of the
-context in a session with a `parent`), `error`, `tools`, `parent` (the session whose run this one
-belongs to), `agent` and `step_index` (the order of the contexts). The log has no token ids.
+The `session_traces` format is the Hub's Session Trace Simple Format. A file is a session, which the Hub
+shows in its viewer of traces. The header may have more keys, which the Hub ignores. An export writes
+there what it knows of the run, and `read` takes it back: `instance_id` (the group, else each session is
+one), `repetition_id`, `reward` (of the run; of the context in a session with a `parent`), `error`,
+`tools`, `parent` (the session whose run this one belongs to), `agent` and `step_index` (the order of the
+contexts). The log has no token ids.
 
 Each context of a trajectory is exported as a file, unless a later one continues it.
 
@@ -242,14 +235,11 @@ def _files(
         of_run = {} if number else {"error": last.get("error")}
         head = {"type": "session", "harness": HARNESS, "id": session, "name": session}
         name = re.sub(r"[^\w.-]+", "_", session)[:_MAX_NAME]
-        yield name, [known(head | facts | of_run | {"parent": parent}), *_told(messages, row)]
+        models = [row.get("model") if m.get("role") == "assistant" else None for m in messages]
+        pairs = zip(messages, models, strict=True)
+        lines = [message | known({"model": model}) for message, model in pairs]
+        yield name, [known(head | facts | of_run | {"parent": parent}), *lines]
         parent = parent or session
-
-
-def _told(messages: Sequence[Message], row: Mapping[str, Any]) -> Iterator[Message]:
-    for message in messages:
-        model = row.get("model") if message.get("role") == "assistant" else None
-        yield message | known({"model": model})
 
 
 def _continues(later: Sequence[Message], messages: Sequence[Message]) -> bool:
@@ -334,7 +324,10 @@ def card(
     parts += ["## Columns", "\n".join(_columns(schema))]
     rules = [f"- `{rule.name}`: {rule.meaning}" for rule in RULES.values()]
     parts += ["## Invariants", "`rollouts validate data/` checks them.", "\n".join(rules)]
-    parts += ["## How it was made", "\n".join(_made(metadata))]
+    history = [f"- tokenizer: {metadata.tokenizer or 'unknown'}"]
+    history.append(f"- log-probabilities: {metadata.logprobs_mode or 'unknown'}")
+    history += [f"- `{json.dumps(step)}`" for step in metadata.made_by]
+    parts += ["## How it was made", "\n".join(history)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -362,13 +355,6 @@ def _columns(schema: pa.Schema) -> Iterator[str]:
         meaning = "user column" if column is None else column.meaning
         kind = re.sub(r"\b(item|element|child): ", "", str(f.type)).replace(" not null", "")
         yield f"| {f.name} | {kind} | {meaning} |"
-
-
-def _made(metadata: DatasetMetadata) -> Iterator[str]:
-    yield f"- tokenizer: {metadata.tokenizer or 'unknown'}"
-    yield f"- log-probabilities: {metadata.logprobs_mode or 'unknown'}"
-    for step in metadata.made_by:
-        yield f"- `{json.dumps(step)}`"
 
 
 def write_folder(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exported:

@@ -268,8 +268,14 @@ def _resolved(raw: msgspec.Raw, sample: _Sample, where: str) -> msgspec.Raw:
     return msgspec.Raw(_ATTACHMENT.sub(text, bytes(raw)))
 
 
-def _outcome_of(sample: _Sample, options: Options) -> Trajectory:
-    """Return a trajectory with the scores and failure of a sample; its steps are not read."""
+def _read(sample: _Sample, run: Run, options: Options) -> Trajectory:
+    """Read the calls and scores of a sample.
+
+    Every score is a metric (letters as in Inspect: C 1, P 0.5, I and N 0; dictionaries key by key).
+    A single score is the reward; with several, choose one with `--reward`. A sample with an
+    `error` has failed, as has a sample that an operator stopped; see `Options` for time and context
+    limits.
+    """
     metrics = _numbers({**(sample.scores or {}), **known({"score": sample.score})})
     reward = next(iter(metrics.values())) if len(metrics) == 1 else None
     error = None if sample.error is None else sample.error.message or "error"
@@ -283,8 +289,16 @@ def _outcome_of(sample: _Sample, options: Options) -> Trajectory:
             or (kind == "context" and options.overflows == "fail")
         )
         error = f"{kind} limit" if is_failed else None
-    texts = filled(limit=kind)
-    return Trajectory(steps=[], reward=reward, error=error, metrics=metrics, user_values=texts)
+    failed = run.failed or error is not None
+    where = run.places[0].where
+    status = "" if run.labels["status"] == _SUCCESS else run.labels["status"]
+    return Trajectory(
+        steps=steps_of(list(_calls_of(sample, where)), where, failed=failed),
+        reward=reward,
+        error=error,
+        metrics=metrics,
+        user_values=filled(limit=kind, model=run.labels["model"], log_status=status),
+    )
 
 
 def _numbers(scores: Mapping[str, _Score]) -> dict[str, float]:
@@ -374,24 +388,6 @@ def _run(sample: _Sample, place: Place) -> Run:
     labels = {"sample": instance, "epoch": str(sample.epoch), "task": log.eval.task}
     labels |= {"status": log.status, "model": log.eval.model or "unknown"}
     return Run(instance_id=instance, repetition_id=sample.epoch, places=[place], labels=labels)
-
-
-def _read(sample: _Sample, run: Run, options: Options) -> Trajectory:
-    """Read the calls and scores of a sample.
-
-    Every score is a metric (letters as in Inspect: C 1, P 0.5, I and N 0; dictionaries key by key).
-    A single score is the reward; with several, choose one with `--reward`. A sample with an
-    `error` has failed, as has a sample that an operator stopped; see `Options` for time and context
-    limits.
-    """
-    (place,) = run.places
-    logged = _outcome_of(sample, options)
-    failed = run.failed or logged.error is not None
-    logged.steps = steps_of(list(_calls_of(sample, place.where)), place.where, failed=failed)
-    status = "" if run.labels["status"] == _SUCCESS else run.labels["status"]
-    texts = filled(model=run.labels["model"], log_status=status)
-    logged.user_values = {**logged.user_values, **texts}
-    return logged
 
 
 def _finish(items: Iterator[Found]) -> Iterator[Found]:

@@ -1,17 +1,6 @@
 """The `kimi_cli` format: sessions of Kimi CLI and Kimi Code, one JSON Lines file for each agent.
 
-    {"type": "config.update", "systemPrompt": "..."}
-    {"type": "llm.tools_snapshot", "tools": [{"name": "...", "parameters": {...}}]}
-    {"type": "context.append_message", "message": {"role": "user", "content": [...]}}
-    {"type": "context.append_loop_event", "event": {"type": "step.begin", "uuid": "1"}}
-    {"type": "context.append_loop_event", "event": {"type": "content.part", "stepUuid": "1", "part": {...}}}
-    {"type": "context.append_loop_event", "event": {"type": "tool.call", "toolCallId": "c", "name": "..."}}
-
-This is `agents/AGENT/wire.jsonl` of Kimi Code; `context.jsonl` of older versions is read too:
-
-    {"role": "_system_prompt", "content": "..."}
-    {"role": "assistant", "content": [{"type": "think", "think": "..."}], "tool_calls": [...]}
-
+The file is `agents/AGENT/wire.jsonl` of Kimi Code; `context.jsonl` of older versions is read too.
 A step is an answer. A compaction begins a context with the user's messages that it kept and the
 summary; `context.clear` and `context.undo` take messages back. The messages of the log become those
 of a request as in Kimi Code (`loopEventFold.ts`, `toolResultRender.ts`, `contextOps.ts`): results say
@@ -226,7 +215,11 @@ class _Wire:
         if self.open_calls:
             self.waiting.append((message, where))
             return
-        calls = [_call(call, where) for call in message.calls or ()]
+        calls = list[Message]()
+        for call in message.calls or ():
+            function = call.function or _Function(call.name or "", call.arguments)
+            arguments = json_text(function.arguments, where)
+            calls.append(tool_call(call.id, function.name, arguments))
         sent = _said(message.role or "", message.content)
         sent |= known({"tool_calls": calls or None, "tool_call_id": message.tool_call_id})
         if isinstance(message, _Message) and message.role == "tool":
@@ -330,22 +323,17 @@ def _result(result: _Result, call_id: str | None) -> Message:
     """Return a result as the model is sent it: with its status, and the note about it."""
     content: Any = _said("tool", result.output)["content"]
     if isinstance(content, str):
-        content = _with_status(content, is_error=result.is_error is True)
+        if result.is_error:
+            empty = f"{_FAILED[:-9]} {_EMPTY}</system>"
+            content = f"{_FAILED}\n{content}" if content else empty
+        elif content.strip() in {"", _EMPTY}:
+            content = f"<system>{_EMPTY}</system>"
         content += f"\n{result.note}" if result.note else ""
     else:
-        status = [{"type": "text", "text": _FAILED}] if result.is_error else []
-        content = [
-            *status,
-            *content,
-            *([{"type": "text", "text": result.note}] if result.note else ()),
-        ]
+        around = ([_FAILED] if result.is_error else [], [result.note] if result.note else [])
+        before, behind = ([{"type": "text", "text": text} for text in texts] for texts in around)
+        content = [*before, *content, *behind]
     return tool_result(content, call_id, is_error=result.is_error)
-
-
-def _with_status(text: str, *, is_error: bool) -> str:
-    if is_error:
-        return f"{_FAILED}\n{text}" if text else f"{_FAILED[:-9]} {_EMPTY}</system>"
-    return f"<system>{_EMPTY}</system>" if text.strip() in {"", _EMPTY} else text
 
 
 def _said(role: str, content: _Content) -> Message:
@@ -359,11 +347,6 @@ def _said(role: str, content: _Content) -> Message:
     parts = [part for part in parts if part.media is not None or is_text(part)]
     message = {"role": role, "content": shown(parts)}
     return message | known({"reasoning_content": "\n".join(thoughts) or None})
-
-
-def _call(call: _Call, where: str) -> Message:
-    function = call.function or _Function(call.name or "", call.arguments)
-    return tool_call(call.id, function.name, json_text(function.arguments, where))
 
 
 def read(lines: Iterator[Line], log: Contexts) -> None:

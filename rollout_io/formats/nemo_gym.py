@@ -1,26 +1,15 @@
 """The `nemo_gym` format: NeMo Gym's rollouts; `nemo_rl`: message logs of the same runs that NeMo RL saves.
 
-NeMo Gym writes JSONL, one run per line:
+NeMo Gym writes JSONL, one run per line. `response` is a Responses object whose output has all calls of
+the run (see `parsing.model_calls`). If no call has token ids, the run is read as text (see
+`nemo_gym_text`). A bare Responses object, or an object with one as its `input`, is accepted too: it is a
+run without a reward and, since it has no task, forms a separate group. A file may also contain a single
+run as a pretty-printed JSON document.
 
-    {"responses_create_params": {"input": [...]}, "reward": 1.0, "_ng_task_index": 0,
-     "_ng_rollout_index": 3, "response": {"output": [item, ...], "usage": {...}}, ...}
-
-`response` is a Responses object whose output has all calls of the run (see `parsing.model_calls`).
-If no call has token ids, the run is read as text (see `nemo_gym_text`). A bare Responses object, or
-an object with one as its `input`, is accepted too: it is a run without a reward and, since it has
-no task, forms a separate group. A file may also contain a single run as a pretty-printed JSON
-document.
-
-NeMo RL writes one JSON document:
-
-    {"expected_output": [{"message_log": [
-        {"role": "user", "content": "", "token_ids": [...]},
-        {"role": "assistant", "content": "", "token_ids": [...], "generation_logprobs": [...]}]}]}
-
-Each element of `expected_output` (or of a list document) is a run. A message's `token_ids` are the
-tokens that it adds to the context, so the prompt of a call consists of all ids before its answer;
-only answers have log-probabilities. The document records no groups: each run is a separate
-instance. A document with `seen_token_ids` and `output_prompt_token_ids` (a prompt as seen and as
+NeMo RL writes one JSON document. Each element of `expected_output` (or of a list document) is a run. A
+message's `token_ids` are the tokens that it adds to the context, so the prompt of a call consists of all
+ids before its answer; only answers have log-probabilities. The document records no groups: each run is a
+separate instance. A document with `seen_token_ids` and `output_prompt_token_ids` (a prompt as seen and as
 rendered again) contains no run: it is recognized but rejected.
 """
 
@@ -28,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from typing import Annotated, Any, NamedTuple
@@ -174,9 +164,8 @@ def _logged(rollout: Rollout, place: Place) -> _Logged:
     response = decode_line(_RESPONSE_DECODER, content, inside)
     sent = bytes(rollout.responses_create_params) if prefix == "response" else b"null"
     request = decode_line(_REQUEST_DECODER, sent, f"{where}, responses_create_params")
-    return _Logged(
-        rollout, request or Request(), response, f"{where}, {prefix}{'.' * bool(prefix)}"
-    )
+    place_of = f"{where}, {prefix}." if prefix else f"{where}, "
+    return _Logged(rollout, request or Request(), response, place_of)
 
 
 def _run(logged: _Logged, place: Place) -> Run:
@@ -193,10 +182,8 @@ def _run(logged: _Logged, place: Place) -> Run:
         instance, repetition = str(run.task), run.rollout
         labels["task"] = instance
     elif run.task is not None or run.rollout is not None or not response_id:
-        finding = (
-            "the line needs `_ng_task_index` and `_ng_rollout_index`, or only a response id (it "
-        )
-        finding += f"has task {run.task}, rollout {run.rollout}, response id {response_id!r})"
+        finding = "the line needs `_ng_task_index` and `_ng_rollout_index`, or only a response id "
+        finding += f"(it has task {run.task}, rollout {run.rollout}, response id {response_id!r})"
         hint = "keep the lines as NeMo Gym wrote them, because the indices identify the group"
         raise InputError("group", place.where, finding, hint=hint)
     else:
@@ -227,23 +214,23 @@ def read(rollout: Rollout, run: Run, _: Options) -> Trajectory:
     logged = _logged(rollout, place)
     failed = run.failed or logged.response.error is not None
     steps = _steps(logged, place.where, failed=failed)
+    params, response, agent = logged.request, logged.response, rollout.agent_ref
     for step in steps:
-        _complete(step, logged)
+        for name in ("temperature", "top_p"):
+            value = getattr(params, name)
+            setattr(step, name, getattr(response, name) if value is None else value)
+        step.agent = None if agent is None else agent.name
+        if isinstance(step, Step):
+            step.sampling_extra = sampling_extra(params)
+    error = f"mask_sample: {rollout.error_kind or UNRELIABLE}" if rollout.mask_sample else None
+    error = error if response.error is None else response.error.message
     is_run = bytes(rollout.response) != b"null"
     return Trajectory(
         steps=steps,
         reward=rollout.reward,
-        error=_error(logged),
+        error=error,
         metrics=_metrics(rollout.fields, place.where) if is_run else {},
     )
-
-
-def _error(logged: _Logged) -> str | None:
-    """Return why a run failed; None if it did not."""
-    if logged.response.error is not None:
-        return logged.response.error.message
-    run = logged.run
-    return f"mask_sample: {run.error_kind or UNRELIABLE}" if run.mask_sample else None
 
 
 def _steps(logged: _Logged, where: str, *, failed: bool) -> Sequence[Step | Conversation]:
@@ -254,15 +241,6 @@ def _steps(logged: _Logged, where: str, *, failed: bool) -> Sequence[Step | Conv
         if error.rule != NO_TOKENS or request.input is None or items_hold_tokens(response.output):
             raise
         return [replace(read_conversation(request, response, where), tokenless=error)]
-
-
-def _complete(step: Step | Conversation, logged: _Logged) -> None:
-    params, response, agent = logged.request, logged.response, logged.run.agent_ref
-    step.temperature = response.temperature if params.temperature is None else params.temperature
-    step.top_p = response.top_p if params.top_p is None else params.top_p
-    if isinstance(step, Step):
-        step.sampling_extra = sampling_extra(params)
-    step.agent = None if agent is None else agent.name
 
 
 def _sent(params: Request) -> list[Any] | None:
@@ -281,18 +259,13 @@ def _metrics(fields: Mapping[str, msgspec.Raw], where: str) -> dict[str, float]:
     for name, raw in fields.items():
         if name in _OTHER_FIELDS or name.startswith(_FRAMEWORK):
             continue
-        if bytes(raw).startswith(b"{"):
-            metrics |= {f"{name}.{k}": v for k, v in _numbers(bytes(raw)).items()}
-        else:
+        if not bytes(raw).startswith(b"{"):
             metrics |= numbers({name: raw}, where)
+            continue
+        with suppress(msgspec.ValidationError, msgspec.DecodeError):
+            inner_numbers = _NUMBERS_DECODER.decode(raw).items()
+            metrics |= {f"{name}.{key}": float(value) for key, value in inner_numbers}
     return metrics
-
-
-def _numbers(text: bytes) -> dict[str, float]:
-    try:
-        return {name: float(value) for name, value in _NUMBERS_DECODER.decode(text).items()}
-    except (msgspec.ValidationError, msgspec.DecodeError):
-        return {}
 
 
 def _is_document(start: Start) -> bool:

@@ -40,6 +40,7 @@ from rollout_io.formats.parsing.content import (
     Part,
     extend,
     json_text,
+    raw_of,
     shown,
     tool_call,
     tool_result,
@@ -174,10 +175,7 @@ _IDS = frozenset({"id", "messageID", "sessionID"})
 
 def identity(_: str, row: bytes) -> str | None:
     """Return an answer with its time and without its ids, which a fork changes."""
-    try:
-        copy = _COPY.decode(row)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return None  # the reader reports the damage
+    copy = _COPY.decode(row)
     time = copy.message.time
     if copy.message.role != "assistant" or time is None or time.created is None:
         return None
@@ -201,10 +199,14 @@ def read(lines: Iterator[Line], log: Contexts) -> None:
             agents.add(message.agent)
             note(REMINDED, _PLAN in agents)
             log.say([_prompt(message.role, parts)], where, row.id)
-            ran = row.id if any(_is_run(part) for part in parts) else None
+            # The user ran a tool, or asked for a sub-agent.
+            is_run = any(p.type == "subtask" or (p.synthetic and p.text == _SUBTASK) for p in parts)
+            ran = row.id if is_run else None
             continue
         log.model, log.name = message.model or log.model, log.name and (message.agent or log.name)
-        log.error = _told(message.error) if message.error is not None else None
+        log.error = None
+        if message.error is not None:
+            log.error = (message.error.data or _ErrorData()).message or message.error.name
         if message.error is not None and (message.error.name != _ABORTED or not parts):
             note(CUT)
             continue
@@ -260,15 +262,6 @@ def _compact(
     log.keep(tail_nodes)
 
 
-def _is_run(part: _Part) -> bool:
-    """True if a part of a prompt says that the user ran a tool, or asks for a sub-agent."""
-    return part.type == "subtask" or (part.synthetic is True and part.text == _SUBTASK)
-
-
-def _told(error: _Error) -> str:
-    return (error.data.message if error.data is not None else None) or error.name
-
-
 def _prompt(role: str, parts: Sequence[_Part]) -> Message:
     sent: list[Part] = []
     for part in parts:
@@ -294,13 +287,7 @@ def _answers(
 ) -> Iterator[tuple[Message, bool]]:
     """Yield the answers of a message, each followed by the results of its calls.
 
-    Args:
-        parts: Parts of the message.
-        where: Location of the message.
-        is_written: True if the program wrote the message.
-
-    Yields:
-        Each message, and whether the program wrote it.
+    Each is given with whether the program wrote it, as all of a message `is_written`.
     """
     reply, results, was_written = _reply(), list[Message](), is_written
     for part in parts:
@@ -319,7 +306,7 @@ def _answers(
         elif part.type == "reasoning":
             piece["reasoning_content"] = part.text or ""
         elif part.type == "tool" and part.state is not None:
-            raw = NO_JSON if part.state.input is None else msgspec.Raw(_encoded(part.state.input))
+            raw = NO_JSON if part.state.input is None else raw_of(part.state.input)
             piece["tool_calls"] = [tool_call(part.call_id, part.tool or "", json_text(raw, where))]
             results.append(_result(part.state, part.call_id))
         extend(reply, piece)
@@ -335,10 +322,6 @@ def _says(reply: Message) -> bool:
     return bool(reply["content"] or reply.keys() & {"reasoning_content", "tool_calls"})
 
 
-def _encoded(value: Any) -> bytes:
-    return msgspec.json.encode(value)
-
-
 def _result(state: _State, call_id: str | None) -> Message:
     if state.time is not None and state.time.compacted is not None:
         note(CLEARED)
@@ -349,7 +332,7 @@ def _result(state: _State, call_id: str | None) -> Message:
     if state.status not in {"completed", "error"}:
         text = _STOPPED
     if text is not None and not isinstance(text, str):
-        text = _encoded(text).decode()
+        text = msgspec.json.encode(text).decode()
     shown_parts = [Part(text=text)] if text else []
     shown_parts += [
         _file(a.get("mime"), a.get("url"), a.get("filename")) for a in state.attachments or ()

@@ -16,10 +16,9 @@ from typing import Any
 import msgspec
 
 from rollout_io.formats.base import note
-from rollout_io.formats.engines.files import Start
+from rollout_io.formats.engines.files import Start, columns_in, opened, row_of
 from rollout_io.formats.engines.sessions import Names
 from rollout_io.formats.parsing.content import known
-from rollout_io.formats.parsing.databases import columns_in, opened, row_of
 from rollout_io.formats.parsing.jsonl import decode_document
 from rollout_io.formats.parsing.records import natural_key
 from schemas.errors import RolloutError

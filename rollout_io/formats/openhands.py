@@ -162,7 +162,9 @@ def _read_calls(history: Sequence[msgspec.Raw], where: str) -> Iterator[Call]:
             continue
         if event.action == "delegate":
             yield from _act(agents[-1], event, args, identity, here)
-            agents.append(_delegate(args, identity))
+            task = str((args.inputs or {}).get("task", args.thought or ""))
+            prompt: Message = {"role": "user", "content": task}
+            agents.append(_Agent(name=args.agent, view=[(identity, [prompt])]))
             continue
         if event.observation == "delegate" and len(agents) > 1:
             agents.pop()
@@ -251,11 +253,6 @@ def _observed(event: _Event, where: str) -> list[Message]:
         return [{"role": "user", "content": text}]
     message = {"role": "tool", "content": text, "tool_call_id": call.tool_call_id}
     return [message | ({"name": call.function_name} if call.function_name else {})]
-
-
-def _delegate(args: _Args, identity: int) -> _Agent:
-    task = str((args.inputs or {}).get("task", args.thought or ""))
-    return _Agent(name=args.agent, view=[(identity, [{"role": "user", "content": task}])])
 
 
 def _condense(agent: _Agent, args: _Args, identity: int) -> None:

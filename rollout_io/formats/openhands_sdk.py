@@ -1,11 +1,4 @@
-"""The `openhands_sdk` format: conversations of OpenHands' SDK (v1), as JSON Lines or a directory.
-
-    {"kind": "SystemPromptEvent", "system_prompt": {"text": "..."}, "tools": [...]}
-    {"kind": "MessageEvent", "source": "user", "llm_message": {"role": "user", "content": [...]}}
-    {"kind": "ActionEvent", "thought": [...], "tool_call": {"name": "...", "arguments": "..."},
-     "llm_response_id": "r1"}
-    {"kind": "ObservationEvent", "tool_call_id": "c", "observation": {"content": [...]}}
-    {"kind": "Condensation", "forgotten_event_ids": [...], "summary": "...", "summary_offset": 2}
+"""The `openhands_sdk` and `openhands_llm` formats: conversations of OpenHands' SDK (v1), and logs of model calls.
 
 A directory has `base_state.json` and one file per event (`events/*.json`). Actions of one response are
 one answer. A condensation begins a context without the events that it forgets, with the summary in
@@ -13,19 +6,29 @@ their place. Results of the terminal end with the lines that the SDK sends after
 a run; it failed if its last error is not followed by an answer. A
 `TokenEvent` has the exact tokens of a call: if there are any, each is a step, and the text is not
 tokenized again. The log has no reward.
+
+The format `openhands_llm` is a log of model calls by the SDK and older versions, one document each.
+Calls of the Responses API have `input` and `instructions` in place of messages. The files of a
+directory are one run, in the order of their times. A call whose prompt begins with the messages of an
+earlier call continues its context. The tokens are exact if the responses have the engine's ids. The log
+has no reward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
-from rollout_io.formats.base import Step
+from rollout_io.formats.base import Found, Options, Place, Run, Step, Trajectory
 from rollout_io.formats.contexts import Contexts, Item
-from rollout_io.formats.engines.sessions import Line, Names, Sessions
+from rollout_io.formats.dialects.bodies import answers_of, prompt_of
+from rollout_io.formats.engines.records import Records
+from rollout_io.formats.engines.sessions import Line, Sessions
 from rollout_io.formats.grammar import Contents, inner, like
 from rollout_io.formats.parsing.content import (
     Message,
@@ -34,10 +37,16 @@ from rollout_io.formats.parsing.content import (
     extend,
     function_tool,
     known,
+    raw_of,
     shown,
     tool_call,
+    tool_result,
 )
+from rollout_io.formats.parsing.jsonl import decode_document
+from rollout_io.formats.parsing.model_calls import Call, steps_of
+from rollout_io.formats.parsing.records import natural_key, read_record
 from rollout_io.formats.parsing.tokens import INT32_MAX
+from schemas.errors import InputError
 
 _TEXTS = Contents(
     kind="type",
@@ -64,8 +73,6 @@ _LEAVES = {
     "state of the conversation": _RUN,
 }
 _ERROR = "[An error occurred during execution.]"
-
-
 _Id = Annotated[int, msgspec.Meta(ge=0, le=INT32_MAX)]
 
 
@@ -131,9 +138,7 @@ class _Spoken(_Event, gc=False):
     llm_response_id: str | None = None
 
 
-class Action(_Event, gc=False):
-    """A call of a tool; the calls of one response are one answer."""
-
+class _Action(_Event, gc=False):
     thought: _Texts = None
     tool_call: _Call | None = None
     tool_call_id: str | None = None
@@ -149,9 +154,7 @@ class _Result(_Event, gc=False):
     extended_content: _Texts = None
 
 
-class Rejection(_Event, gc=False):
-    """A call that the user rejected."""
-
+class _Rejection(_Event, gc=False):
     tool_call_id: str | None = None
     rejection_reason: str | None = None
 
@@ -161,17 +164,13 @@ class _AgentError(_Event, gc=False):
     error: str | None = None
 
 
-class Condensation(_Event, gc=False):
-    """A compaction: events that the model no longer sees, and what stands in their place."""
-
+class _Condensation(_Event, gc=False):
     forgotten_event_ids: list[str] | None = None
     summary: str | None = None
     summary_offset: int | None = None
 
 
-class Summary(_Event, gc=False):
-    """A summary, as an event of its own."""
-
+class _Summary(_Event, gc=False):
     summary: str | None = None
 
 
@@ -180,9 +179,7 @@ class _Failure(_Event, gc=False):
     detail: str | None = None
 
 
-class Tokens(_Event, gc=False):
-    """The engine's tokens of a call."""
-
+class _Tokens(_Event, gc=False):
     prompt_token_ids: list[_Id] | None = None
     response_token_ids: list[_Id] | None = None
 
@@ -190,29 +187,20 @@ class Tokens(_Event, gc=False):
 _RECORDS = {
     "SystemPromptEvent": _SystemPrompt,
     "MessageEvent": _Spoken,
-    "ActionEvent": Action,
+    "ActionEvent": _Action,
     "ObservationEvent": _Result,
-    "UserRejectObservation": Rejection,
+    "UserRejectObservation": _Rejection,
     "AgentErrorEvent": _AgentError,
-    "Condensation": Condensation,
-    "CondensationSummaryEvent": Summary,
+    "Condensation": _Condensation,
+    "CondensationSummaryEvent": _Summary,
     "ConversationErrorEvent": _Failure,
-    "TokenEvent": Tokens,
+    "TokenEvent": _Tokens,
 }
-
-
-class _View(NamedTuple):
-    """An event that the model sees."""
-
-    name: str
-    answer: str
-    message: Message
-    where: str
 
 
 def read(lines: Iterator[Line], log: Contexts) -> None:
     """Read the contexts of a conversation."""
-    view: list[_View] = []
+    view: list[tuple[str, Item]] = []  # what the model sees, with the names of the events
     for where, _, event in lines:
         if not isinstance(event, _Event):
             continue
@@ -222,21 +210,25 @@ def read(lines: Iterator[Line], log: Contexts) -> None:
                 log.tools = _tools(event.tools) or log.tools
             case _Failure():
                 log.error = event.detail or event.code or "error"
-            case Tokens() if event.response_token_ids:
+            case _Tokens() if event.response_token_ids:
                 log.exact.append(_step(event, view, where))
-            case Condensation():
-                log.show(_items(view))
-                view = _condensed(event, name, view, where)
+            case _Condensation():
+                log.show(_answers(view))
+                forgotten = set(event.forgotten_event_ids or ())
+                view = [(other, item) for other, item in view if other not in forgotten]
+                if event.summary and event.summary_offset is not None:
+                    summary = Item(name, [{"role": "user", "content": event.summary}], where)
+                    view.insert(max(event.summary_offset, 0), (f"{name} summary", summary))
         if (message := _said_by(event)) is not None:
             log.error = None if message["role"] == "assistant" else log.error
-            response = event.llm_response_id if isinstance(event, Action | _Spoken) else None
-            view.append(_View(name, response or name, message, where))
-    log.show(_items(view))
+            response = event.llm_response_id if isinstance(event, _Action | _Spoken) else None
+            view.append((name, Item(response or name, [message], where)))
+    log.show(_answers(view))
 
 
-def _step(event: Tokens, view: Sequence[_View], where: str) -> Step:
+def _step(event: _Tokens, view: Sequence[tuple[str, Item]], where: str) -> Step:
     """Return the call of a token event; the messages are those that were sent, without the answer."""
-    sent = [seen.message for seen in view]
+    sent = [message for _, item in view for message in item.messages]
     while sent and sent[-1]["role"] == "assistant":
         sent.pop()
     return Step(
@@ -247,30 +239,19 @@ def _step(event: Tokens, view: Sequence[_View], where: str) -> Step:
     )
 
 
-def _items(view: Sequence[_View]) -> Iterator[Item]:
-    """Yield an item for each event; calls of one response are one answer."""
+def _answers(view: Sequence[tuple[str, Item]]) -> list[Item]:
+    """Return what the model sees; calls of one response are one answer."""
     items: list[Item] = []
     replies: dict[str, Message] = {}
-    for seen in view:
-        is_call = seen.message["role"] == "assistant" and "tool_calls" in seen.message
-        if is_call and seen.answer in replies:
-            extend(replies[seen.answer], seen.message)
-            continue
-        message = dict(seen.message)
-        if is_call:
-            replies[seen.answer] = message
-        items.append(Item(seen.answer, [message], seen.where))
-    yield from items
-
-
-def _condensed(event: Condensation, name: str, view: Sequence[_View], where: str) -> list[_View]:
-    forgotten = set(event.forgotten_event_ids or ())
-    remaining = [seen for seen in view if seen.name not in forgotten]
-    if event.summary and event.summary_offset is not None:
-        summary = {"role": "user", "content": event.summary}
-        seen = _View(f"{name} summary", name, summary, where)
-        remaining.insert(max(event.summary_offset, 0), seen)
-    return remaining
+    for _, item in view:
+        message = dict(item.messages[0])
+        if message["role"] == "assistant" and "tool_calls" in message:
+            if item.key in replies:
+                extend(replies[item.key], message)
+                continue
+            replies[item.key] = message
+        items.append(item._replace(messages=[message]))
+    return items
 
 
 def _said_by(event: _Event) -> Message | None:
@@ -278,50 +259,36 @@ def _said_by(event: _Event) -> Message | None:
     match event:
         case _SystemPrompt():
             prompt = filter(None, [event.system_prompt, event.dynamic_context])
-            return {"role": "system", "content": _shown([*prompt])}
+            return {"role": "system", "content": _shown(prompt)}
         case _Spoken(llm_message=_Message() as message):
-            return _said(message, _listed(event.extended_content))
-        case Action(tool_call=_Call() as call):
-            message = _Message(
-                "assistant",
-                event.thought,
-                [call],
-                reasoning_content=event.reasoning_content,
-                thinking_blocks=event.thinking_blocks,
-                responses_reasoning_item=event.responses_reasoning_item,
-            )
-            return _said(message, ())
-        case Summary():
+            content = [*_listed(message.content), *_listed(event.extended_content)]
+            spoken = _said(message.role, content, message.tool_calls, message)
+            return spoken | known({"tool_call_id": message.tool_call_id})
+        case _Action(tool_call=_Call() as call):
+            return _said("assistant", _listed(event.thought), [call], event)
+        case _Summary():
             return {"role": "user", "content": event.summary or ""}
         case _Result():
             observed = _observed(event.observation or _Observation())
             result = _shown([*observed, *_listed(event.extended_content)])
-        case Rejection():
+        case _Rejection():
             result = f"Action rejected: {event.rejection_reason or ''}"
         case _AgentError(tool_call_id=str()):
             result = event.error or ""
         case _:
             return None
-    call_id = getattr(event, "tool_call_id", None)
-    return known({"role": "tool", "content": result, "tool_call_id": call_id})
+    return tool_result(result, getattr(event, "tool_call_id", None))
 
 
-def _said(message: _Message, more: Sequence[_Text]) -> Message:
-    item = message.responses_reasoning_item
-    thoughts = (
-        message.reasoning_content,
-        all_text(message.thinking_blocks),
-        "\n".join((item.content or item.summary or []) if item is not None else []),
-    )
-    calls = [tool_call(c.id, c.name, c.arguments or "{}") for c in message.tool_calls or ()]
-    fields = {
-        "role": message.role,
-        "content": _shown([*_listed(message.content), *more]),
-        "reasoning_content": next((text for text in thoughts if text), None),
-        "tool_calls": calls or None,
-        "tool_call_id": message.tool_call_id,
-    }
-    return known(fields)
+def _said(
+    role: str, content: Sequence[_Text], calls: Sequence[_Call] | None, logged: _Message | _Action
+) -> Message:
+    item = logged.responses_reasoning_item
+    reasoning = "\n".join(item.content or item.summary or []) if item is not None else ""
+    thoughts = (logged.reasoning_content, all_text(logged.thinking_blocks), reasoning)
+    named = [tool_call(c.id, c.name, c.arguments or "{}") for c in calls or ()]
+    fields = {"reasoning_content": next(filter(None, thoughts), None), "tool_calls": named or None}
+    return {"role": role, "content": _shown(content), **known(fields)}
 
 
 def _observed(observation: _Observation) -> list[_Text]:
@@ -347,13 +314,12 @@ def _listed(content: _Texts) -> list[_Text]:
     return [_Text(text=content)] if isinstance(content, str) else content or []
 
 
-def _shown(content: Sequence[_Text]) -> str | list[Message]:
+def _shown(content: Iterable[_Text]) -> str | list[Message]:
     parts: list[Part] = []
     for block in content:
-        if block.type == "image" or block.image_urls:
-            urls = block.image_urls or []
-            parts += [Part(type="image_url", image_url={"url": url}) for url in urls]
-        elif block.text:
+        urls = block.image_urls or ()
+        parts += [Part(type="image_url", image_url={"url": url}) for url in urls]
+        if block.text and block.type != "image" and not urls:
             parts.append(Part(text=block.text))
     return shown(parts)
 
@@ -375,10 +341,99 @@ ADAPTER = Sessions(
     kind="kind",
     records=_RECORDS,
     leaves=_LEAVES,
-    names=lambda path, _: Names(str(path)),
     read=read,
     is_record=like(
         {"kind": {*_RECORDS, *_RUN.split()}, "id": object, "timestamp": object, "source": object}
     ),
     files="events/*.json",
 ).adapter("conversations of OpenHands' SDK (v1): events as JSONL, or a directory; text only")
+
+
+_LLM_LEAVES = {
+    "settings of the request": "kwargs context_window llm_path include store reasoning",
+    "facts about the call": "cost latency_sec usage_summary usage error fncall_prompt "
+    "args log_completions",
+    "repeats the response": "raw_response",
+}
+
+
+class _Sampling(msgspec.Struct, gc=False):
+    temperature: Any = None
+    top_p: Any = None
+
+
+class _Logged(msgspec.Struct, gc=False):
+    messages: Any = None
+    tools: Any = None
+    input: Any = None
+    instructions: Any = None
+    response: Any = None
+    timestamp: Any = None
+    kwargs: _Sampling | None = None
+
+
+_LOGGED = msgspec.json.Decoder(_Logged)
+
+
+def _call_of(call: _Logged, place: Place) -> Run:
+    labels = {"time": str(_number(call.timestamp) or 0.0)}
+    folder = str(Path(place.where).parent)
+    return Run(instance_id=folder, repetition_id=0, places=[place], labels=labels)
+
+
+def _by_folder(items: Iterator[Found]) -> Iterator[Found]:
+    """Join the calls of each directory, in the order of their times."""
+    calls: list[Run] = []
+    for item in items:
+        if isinstance(item, Run):
+            calls.append(item)
+        else:
+            yield item
+    calls.sort(key=lambda call: natural_key(call.places[0].where))
+    calls.sort(key=lambda call: (natural_key(call.instance_id), float(call.labels["time"])))
+    for folder, group in groupby(calls, key=lambda call: call.instance_id):
+        places = [call.places[0] for call in group]
+        yield Run(instance_id=folder, repetition_id=0, places=places, labels={"directory": folder})
+
+
+def _read_calls(_: _Logged, run: Run, __: Options) -> Trajectory:
+    calls: list[Call] = []
+    for place in run.places:
+        where = place.where
+        logged = decode_document(_LOGGED, read_record(place), where)
+        prompt = prompt_of(msgspec.structs.asdict(logged), where)
+        if prompt is None:
+            hint = "see docs/formats/openhands_llm.md for the fields of the format"
+            raise InputError("record_type", where, "the log has no prompt", "messages", hint)
+        answers = answers_of(logged.response, f"{where}, response") if logged.response else []
+        sampling = logged.kwargs or _Sampling()
+        calls += [
+            Call(
+                where=where,
+                prompt=prompt.messages,
+                reply=answer,
+                answer=raw_of(logged.response),
+                tools=prompt.tools,
+                temperature=_number(sampling.temperature),
+                top_p=_number(sampling.top_p),
+            )
+            for answer in answers[:1]
+        ]
+    return Trajectory(steps=steps_of(calls, run.places[0].where))
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
+_ANSWERED = {"response": object, "timestamp": object, "latency_sec": object}
+LLM = Records(
+    records={"": _Logged},
+    leaves=_LLM_LEAVES,
+    run=_call_of,
+    read=_read_calls,
+    is_record=like({**_ANSWERED, "messages": list}, {**_ANSWERED, "messages": None, "input": list}),
+    is_whole=lambda _: True,
+    groups="inferred: the calls in one directory are one run, and a separate instance",
+    finish=_by_folder,
+).adapter("logs of model calls by OpenHands, one JSON document each")

@@ -1,9 +1,5 @@
 """The `pi` and `openclaw` formats: sessions of Pi and of OpenClaw, which is built on it; OpenClaw's telemetry.
 
-    {"type": "session", "version": 3, "id": "...", "timestamp": "...", "cwd": "..."}
-    {"type": "message", "id": "a1", "parentId": null, "message": {"role": "user", "content": [...]}}
-    {"type": "compaction", "id": "b2", "parentId": "a1", "summary": "...", "firstKeptEntryId": "a1"}
-
 Records form a tree. A compaction begins a context with the summary and the messages that were kept.
 A call without a result, of an interrupted turn, is sent with an empty one. A summary of another branch and a
 message of an extension are messages of the user. Sessions of version 1 have no ids: each record
@@ -13,15 +9,10 @@ A session is a run; a fork begins with records of another session, whose answers
 of them. A run failed if its last answer did. The log has no reward and no token ids; since 1.6, it has the
 system prompt and the tool definitions, as system messages whose sections and tools add up (`dialects.pi`).
 
-The format `openclaw` is telemetry with messages (`telemetry.jsonl`):
-
-    {"type": "agent.start", "sessionKey": "agent:main:main", "prompt": "..."}
-    {"type": "tool.start", "toolName": "exec", "params": {...}, "sessionKey": "agent:main:main"}
-    {"type": "agent.end", "sessionKey": "agent:main:main", "messages": [...], "success": true}
-
-A file is a run: each session key is an agent. The messages of each `agent.end` are those that the agent
-has at that time; what an earlier one has too is part of the prompt. The run failed if the last `agent.end`
-of the main agent says so. This log has no reward, no token ids, no system prompt and no tool definitions.
+The format `openclaw` is telemetry with messages (`telemetry.jsonl`). A file is a run: each session key is
+an agent. The messages of each `agent.end` are those that the agent has at that time; what an earlier one
+has too is part of the prompt. The run failed if the last `agent.end` of the main agent says so. This log
+has no reward, no token ids, no system prompt and no tool definitions.
 """
 
 from __future__ import annotations
@@ -111,14 +102,12 @@ _SPOKEN = msgspec.json.Decoder(_Spoken)
 
 def identity(kind: str, fields: bytes) -> str | None:
     """Return the id, time and message of an answer, which a fork copies."""
-    try:
-        line = _SPOKEN.decode(fields) if kind == "message" else None
-        message = _MESSAGE.decode(line.message) if line is not None else None
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return None  # the reader reports the damage
-    if line is None or message is None or message.role != "assistant" or message.failure:
+    if kind != "message":
         return None
-    return f"{line.id} {bytes(line.message)!r}"
+    line = _SPOKEN.decode(fields)
+    message = _MESSAGE.decode(line.message)
+    is_answer = message.role == "assistant" and not message.failure
+    return f"{line.id} {bytes(line.message)!r}" if is_answer else None
 
 
 def read(lines: Iterator[Line], log: Contexts) -> None:
@@ -283,7 +272,6 @@ TELEMETRY = Sessions(
     kind="type",
     records={"agent.start": _Event, "agent.end": _End, "tool.start": _Event},
     leaves=_TELEMETRY_LEAVES,
-    names=lambda path, _: Names(str(path)),
     read=_read_telemetry,
     is_record=like(
         {"type": {"agent.start", "agent.end", "tool.start", "tool.end"}, "sessionKey": str}

@@ -54,10 +54,7 @@ class Piece(NamedTuple):
 def sent(pieces: Iterable[Piece], sends: Sends, noted: set[int]) -> list[Piece]:
     """Return the messages of a context as they are sent.
 
-    Args:
-        pieces: Messages as they are logged.
-        sends: What the program does.
-        noted: Identities of calls and results that are counted already, because contexts share them.
+    Identities of calls and results in `noted` are counted already, because contexts share them.
 
     Example:
         >>> logged = [{"role": "user", "content": "Hm."}, {"role": "user", "content": "Go."}]

@@ -1,11 +1,5 @@
 """The `rllm` format: rLLM's episodes, one JSON document each, or directories that contain them.
 
-    {"id": "task-7:2", "task": {...}, "termination_reason": "env_done", "is_correct": true,
-     "metrics": {...}, "trajectories": [
-        {"name": "solver", "reward": 1.0, "steps": [
-            {"prompt_ids": [...], "response_ids": [...], "logprobs": [...], "weight_version": 3,
-             "chat_completions": [...], "reward": 0.0}, ...]}, ...]}
-
 An episode is a run, and each of its trajectories is an agent. The group is the part of the id before
 the colon, or else the task. Evaluation episodes have empty id lists; their text is read instead.
 `episode_schema` 2 stores each message once, in `message_nodes`.
@@ -114,7 +108,10 @@ def run_of(episode: _Episode, place: Place) -> Run:
         training_step=label(episode.training_step, place.where),
         session=label(episode.session_id, place.where),
     )
-    instance = labels.get("task") or labels.get("task_id") or _digest(episode.task) or name
+    task_json = bytes(episode.task)
+    digest = f"task-{hashlib.blake2b(task_json, digest_size=6).hexdigest()}"
+    unnamed = name if task_json == b"null" else digest
+    instance = labels.get("task") or labels.get("task_id") or unnamed
     return Run(instance_id=instance, repetition_id=None, places=[place], labels=labels)
 
 
@@ -124,12 +121,6 @@ def _task_id(task: msgspec.Raw, where: str) -> str | None:
     fields = decode_line(_FIELDS, bytes(task), f"{where}, task")
     names = (label(fields.get(name), where) for name in _TASK_NAMES)
     return next((name for name in names if name), None)
-
-
-def _digest(task: msgspec.Raw) -> str | None:
-    if bytes(task) == b"null":
-        return None
-    return f"task-{hashlib.blake2b(bytes(task), digest_size=6).hexdigest()}"
 
 
 def read(episode: _Episode, run: Run, options: Options) -> Trajectory:
@@ -152,8 +143,10 @@ def read(episode: _Episode, run: Run, options: Options) -> Trajectory:
             calls: list[Step | Conversation] = list(_steps(trajectory, agent, where, failed=failed))
         else:
             calls = [*conversations_of(_calls(trajectory, agent, where))]
-        if len(names) == 1:
-            _place_rewards(trajectory, calls)
+        rewards = [step.reward for step in trajectory.steps]
+        if len(names) == 1 and any(rewards) and len(rewards) == len(calls):
+            for step, reward in zip(calls, rewards, strict=True):
+                step.reward = reward
         steps += calls
     if not steps and not failed:
         raise InputError("no_calls", place.where, "the episode has no steps")
@@ -228,6 +221,7 @@ def _step(step: _Step, chat: Sequence[bytes], agent: str, where: str) -> Step:
     logprobs = step.logprobs or output.logprobs
     last = decode_line(_ANY, chat[-1], where) if chat else None
     sent = chat[:-1] if _is_assistant(last) else chat
+    lines = [msgspec.json.format(message, indent=-1) for message in sent]
     text = label(step.model_response, where) or (text_of(last) if _is_assistant(last) else None)
     version = output.weight_version if step.weight_version is None else step.weight_version
     return Step(
@@ -238,7 +232,7 @@ def _step(step: _Step, chat: Sequence[bytes], agent: str, where: str) -> Step:
         stop_reason=output.finish_reason,
         policy_version=version,
         agent=agent,
-        messages=_json_list(sent),
+        messages=f"[{b','.join(lines).decode()}]" if lines else None,
         response_text=text,
         texts=(text,) if text else (),
     )
@@ -263,13 +257,6 @@ def _chat(step: _Step, trajectory: _Trajectory, where: str) -> list[bytes]:
     return chain[::-1]
 
 
-def _json_list(messages: Sequence[bytes]) -> str | None:
-    """Return messages as a list on one line; None if there are none."""
-    if not messages:
-        return None
-    return f"[{b','.join(msgspec.json.format(m, indent=-1) for m in messages).decode()}]"
-
-
 def _calls(trajectory: _Trajectory, agent: str, where: str) -> Iterator[Call]:
     """Yield the steps as calls; the last assistant message of a chat is the reply."""
     accounted: set[bytes] = set()
@@ -288,13 +275,6 @@ def _calls(trajectory: _Trajectory, agent: str, where: str) -> Iterator[Call]:
         if spoken:
             last = spoken[-1]
             yield Call(where=place, prompt=messages[:last], reply=messages[last], agent=agent)
-
-
-def _place_rewards(trajectory: _Trajectory, steps: Sequence[Step | Conversation]) -> None:
-    rewards = [step.reward for step in trajectory.steps]
-    if any(rewards) and len(rewards) == len(steps):
-        for step, reward in zip(steps, rewards, strict=True):
-            step.reward = reward
 
 
 def _metrics(episode: _Episode, names: Iterable[str], where: str) -> dict[str, float]:

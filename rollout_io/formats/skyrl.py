@@ -3,10 +3,7 @@
 A GeneratorOutput is one JSON object, as `rollouts export` writes it. Its fields become columns of the
 rollout table (see `from_generator_output`), except `rollout_metrics`, which concern the entire output:
 they are added to the history of the dataset (`made_by`). The fields are those of
-`skyrl.train.generators.base.GeneratorOutput`, SkyRL 0.3.0: prompt_token_ids, response_ids, rewards,
-loss_masks, stop_reasons, rollout_metrics, rollout_logprobs, trajectory_ids, rollout_expert_indices,
-is_last_step, env_metrics, trajectory_generation_times; and if the dataset has them, SkyRL 0.4's
-trajectory_time_splits and rollout_sample_support, and token_source, which SkyRL ignores.
+`skyrl.train.generators.base.GeneratorOutput` (`skyrl_fields`).
 
 SkyRL dumps evaluations beside its checkpoints:
 
@@ -27,6 +24,7 @@ import json
 import mmap
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -279,11 +277,6 @@ def _metrics(score: float | list[float] | None) -> dict[str, float]:
     return {} if score is None else {"score": score}
 
 
-def _finished(items: Iterator[Found]) -> Iterator[Found]:
-    yield About("text", _TEXT)
-    yield from with_files_apart(items)
-
-
 def _files(log: Input) -> list[Input]:
     """Return the evaluations of a directory, without `aggregated_results.jsonl`."""
     if _is_pickle(Start(log.path)):
@@ -293,13 +286,11 @@ def _files(log: Input) -> list[Input]:
         raise InputError("pickle", log.name, finding, hint=_HINT)
     if not log.path.is_dir():
         return [log]
-    paths = logs_below(log.path, _is_evaluation, _AGGREGATED.__eq__)
+    paths = logs_below(
+        log.path, lambda name: name.endswith(".jsonl") and name != _AGGREGATED, _AGGREGATED.__eq__
+    )
     paths = paths if all(path.parent == log.path for path in paths) else []
     return [Input(f"{log.name}/{path.name}", path) for path in paths]
-
-
-def _is_evaluation(name: str) -> bool:
-    return name.endswith(".jsonl") and name != _AGGREGATED
 
 
 def _is_pickle(start: Start) -> bool:
@@ -315,5 +306,5 @@ EVALUATIONS = Records(
     is_log=lambda start: _is_pickle(start) or any(map(_is_sample, start.values)),
     files=_files,
     groups=_GROUPS,
-    finish=_finished,
+    finish=partial(with_files_apart, text=_TEXT),
 ).adapter("SkyRL's dumped evaluations: decoded text without roles (pickles are rejected)")

@@ -12,14 +12,15 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Literal
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from rollout_io.dataset.opening import read_input
-from rollout_io.formats.exporting import written_to
+from rollout_io.formats.exporting import Failed, written_to
 from rollout_io.formats.skyrl_fields import (
     SPLITS,
     TIMES,
@@ -34,7 +35,6 @@ from schemas.metadata import Outcome
 from schemas.ragged import BoolArray, IntArray, Ragged, list_lengths, offsets_of
 from schemas.types import as_table, cast_table
 
-Failed = Literal["group", "trajectory"]
 COLUMN = "sampling_support"
 
 
@@ -136,14 +136,13 @@ def from_generator_output(
         ... )["trajectory_id"].to_pylist()
         ['0_0']
     """
-    return _checked(output, group_size, other_fields, stacklevel=3)
+    return _checked(output, group_size, other_fields)
 
 
 def _checked(
     output: Mapping[str, Any],
     group_size: int | None,
     other_fields: OtherFields,
-    stacklevel: int,
     source: str | None = None,
     prefix: str = "",
 ) -> pa.Table:
@@ -152,7 +151,7 @@ def _checked(
     table, remarks = table_of(output, group_size, other_fields, source, prefix)
     validate(table)
     for remark in remarks:
-        warnings.warn(remark, stacklevel=stacklevel)
+        warnings.warn(remark, stacklevel=3)
     return table
 
 
@@ -201,7 +200,7 @@ def read_generator_output(
         RolloutError: `json_file`: the file is not a JSON object; or any error of
             `from_generator_output`.
     """
-    return _checked(_json_object(file), group_size, other_fields, stacklevel=3)
+    return _checked(_json_object(file), group_size, other_fields)
 
 
 def read_rows(
@@ -212,8 +211,7 @@ def read_rows(
     Instances that `group_size` numbers are named after the file, so that several files of one
     conversion have different groups.
     """
-    output = _json_object(file)
-    return _checked(output, group_size, other_fields, 3, source=name, prefix=f"{name}/")
+    return _checked(_json_object(file), group_size, other_fields, source=name, prefix=f"{name}/")
 
 
 def _json_object(file: str | os.PathLike[str]) -> dict[str, Any]:
@@ -253,15 +251,9 @@ def _values(table: pa.Table, name: str) -> list[Any]:
 def _lists(table: pa.Table, name: str) -> list[Any]:
     column = Ragged.from_arrow(table.column(name))
     values = column.values.astype(np.int64) if column.values.dtype == np.bool_ else column.values
-    return _cut(values.tolist(), column)
-
-
-def _cut(flat: list[Any], column: Ragged) -> list[Any]:
-    bounds = zip(column.offsets[:-1].tolist(), column.offsets[1:].tolist(), strict=True)
-    return [
-        flat[a:b] if valid else None
-        for (a, b), valid in zip(bounds, column.valid.tolist(), strict=True)
-    ]
+    flat, bounds = values.tolist(), pairwise(column.offsets.tolist())
+    valid = column.valid.tolist()
+    return [flat[a:b] if has else None for (a, b), has in zip(bounds, valid, strict=True)]
 
 
 def _is_filled(table: pa.Table, name: str, masked: BoolArray, rule: str) -> bool:
@@ -341,13 +333,10 @@ def _routes(table: pa.Table, masked: BoolArray) -> list[Any] | None:
     num_layers, topk = column.type.value_type.list_size, column.type.value_type.value_type.list_size
     shape = (-1, num_layers, topk)
     flat = pc.list_flatten(pc.list_flatten(pc.list_flatten(column)))
-    offsets = offsets_of(list_lengths(column))
+    bounds = pairwise(offsets_of(list_lengths(column)).tolist())
     routes = np.asarray(flat).reshape(shape)
     valid = np.asarray(pc.is_valid(column)).tolist()
-    rows = [
-        routes[a:b] if has else None
-        for a, b, has in zip(offsets[:-1].tolist(), offsets[1:].tolist(), valid, strict=True)
-    ]
+    rows = [routes[a:b] if has else None for (a, b), has in zip(bounds, valid, strict=True)]
     unsampled = np.tile(np.arange(topk, dtype=routes.dtype), (1, num_layers, 1))
     return _filled(rows, masked, lambda: unsampled)
 

@@ -6,7 +6,7 @@ import json
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -54,23 +54,16 @@ _LISTS = {
 """Columns with a number for each token, and their fields."""
 
 
-class Converted(NamedTuple):
-    """A GeneratorOutput as a table, and what was left out, for the user."""
-
-    table: pa.Table
-    warnings: list[str]
-
-
 def table_of(
     output: Mapping[str, Any],
     group_size: int | None,
     other_fields: OtherFields = "refuse",
     source: str | None = None,
     group_prefix: str = "",
-) -> Converted:
+) -> tuple[pa.Table, list[str]]:
     """Convert the fields to a table; check their types and lengths, but not the invariants.
 
-    The arguments are those of `from_generator_output`, the name of the output for the column `source`,
+    The second value are warnings about what was left out. The arguments are those of `from_generator_output`, the name of the output for the column `source`,
     and the prefix of the instance ids that `group_size` numbers.
     """
     others = unknown_fields(output)
@@ -79,7 +72,7 @@ def table_of(
     has_flags = output.get("is_last_step") is not None
     flags = _values(output, "is_last_step", _is_flag, "true or false", "last_flag")
     last = [bool(flag) for flag in flags] if has_flags else [True] * len(identities)
-    _check_repeats(identities, last, has_flags=has_flags)
+    step_indices = _step_indices(identities, last, has_flags=has_flags)
     fields = {column: name for column, name in _LISTS.items() if output.get(name) is not None}
     lists = {column: _arrays(output, name) for column, name in fields.items()}
     rewards = _rewards(output)
@@ -93,7 +86,7 @@ def table_of(
         "instance_id": [i.instance_id for i in identities],
         "repetition_id": [i.repetition_id for i in identities],
         "trajectory_id": [i.to_string() for i in identities],
-        "step_index": _step_indices(identities, last),
+        "step_index": step_indices,
         "is_last_step": last,
         "token_source": extra.get("token_source", ["engine"] * len(failed)),
         "metrics": _metrics(output),
@@ -123,7 +116,7 @@ def table_of(
         warnings.append(f"GeneratorOutput fields without a matching column were {done}: {named}")
     metrics = output.get("rollout_metrics")
     metadata = None if metrics is None else {METRICS_KEY: _json(metrics)}
-    return Converted(table.replace_schema_metadata(metadata), warnings)
+    return table.replace_schema_metadata(metadata), warnings
 
 
 def _check_fields(output: Mapping[str, Any], unknown: Sequence[str]) -> None:
@@ -176,25 +169,25 @@ def _identities(
     ]
 
 
-def _check_repeats(
+def _step_indices(
     identities: Sequence[TrajectoryID], last: Sequence[bool], *, has_flags: bool
-) -> None:
-    """Refuse a trajectory that continues after its last row."""
-    ended = set[TrajectoryID]()
+) -> list[int]:
+    """Number the rows of each trajectory 0..n-1; refuse one that continues after its last row."""
+    following: dict[TrajectoryID, int | None] = {}
+    indices = list[int]()
     for row, (identity, is_last) in enumerate(zip(identities, last, strict=True)):
-        if identity in ended:
-            name = identity.to_string()
-            finding = f"trajectory {name!r} has further rows, but the output has no is_last_step"
+        index = following.get(identity, 0)
+        if index is None:
+            finding = f"trajectory {identity.to_string()!r} has further rows"
+            no_flags = ", but the output has no is_last_step"
+            finding += " after its row with is_last_step true" if has_flags else no_flags
             hint = "for step-wise outputs, add `is_last_step`: true on the last row of each "
             hint += "trajectory, false on its other rows. If rows are different attempts, give "
             hint += "each its own repetition_id"
-            if has_flags:
-                finding = (
-                    f"trajectory {name!r} has further rows after its row with is_last_step true"
-                )
             raise field_error("unique_trajectory", "trajectory_ids", finding, hint=hint, row=row)
-        if is_last:
-            ended.add(identity)
+        indices.append(index)
+        following[identity] = None if is_last else index + 1
+    return indices
 
 
 def trajectory_identity(value: Any, row: int) -> TrajectoryID:
@@ -204,42 +197,24 @@ def trajectory_identity(value: Any, row: int) -> TrajectoryID:
         >>> trajectory_identity("add-3-4_0", 0)
         TrajectoryID(instance_id='add-3-4', repetition_id=0)
     """
-    identity = None
     try:
         if isinstance(value, str):
-            name, _, number = value.rpartition("_")
-            identity = TrajectoryID(name, int(number)) if f"{name}_{int(number)}" == value else None
-        elif isinstance(value, Mapping):
-            identity = TrajectoryID(
-                str(value["instance_id"]), operator.index(value["repetition_id"])
-            )
+            name, _, digits = value.rpartition("_")
+            identity = TrajectoryID(name, int(digits))
+            is_valid = identity.to_string() == value
         else:
-            identity = TrajectoryID(str(value.instance_id), operator.index(value.repetition_id))
+            get = value.__getitem__ if isinstance(value, Mapping) else partial(getattr, value)
+            identity = TrajectoryID(str(get("instance_id")), operator.index(get("repetition_id")))
+            is_valid = True
+        is_valid &= _is_text(identity.instance_id) and abs(identity.repetition_id) < 2**31
     except (AttributeError, KeyError, TypeError, ValueError):
-        pass
-    if (
-        identity is None
-        or not _is_text(identity.instance_id)
-        or abs(identity.repetition_id) >= 2**31
-    ):
+        is_valid = False
+    if not is_valid:
         expected = (
             "an instance_id and an integer repetition_id below 2147483648, or INSTANCE_REPETITION"
         )
         raise field_error("trajectory_id", "trajectory_ids", repr(value), expected, row=row)
     return identity
-
-
-def _step_indices(identities: Sequence[TrajectoryID], last: Sequence[bool]) -> list[int]:
-    """Number the rows of each trajectory 0..n-1.
-
-    A trajectory ends at its first row that is marked last.
-    """
-    following: dict[TrajectoryID, int] = {}
-    indices = []
-    for identity, is_last in zip(identities, last, strict=True):
-        indices.append(following.get(identity, 0))
-        following[identity] = 0 if is_last else indices[-1] + 1
-    return indices
 
 
 def _placeholders(
@@ -305,13 +280,14 @@ def _column_fields(output: Mapping[str, Any]) -> dict[str, list[Any]]:
     columns = {}
     for name in COLUMN_FIELDS:
         kind = COLUMN_BY_NAME[name].type
-        if output.get(name) is None:
-            continue
+        is_valid, expected = partial(_fits, kind), f"{kind} or null"
         if name == "token_source":
-            expected = " or ".join(_TOKEN_SOURCES)
-            columns[name] = _values(output, name, _TOKEN_SOURCES.__contains__, expected)
-        else:
-            columns[name] = _values(output, name, partial(_fits, kind), f"{kind} or null")
+            is_valid, expected = (
+                partial(operator.contains, _TOKEN_SOURCES),
+                " or ".join(_TOKEN_SOURCES),
+            )
+        if output.get(name) is not None:
+            columns[name] = _values(output, name, is_valid, expected)
     return columns
 
 
@@ -386,10 +362,8 @@ def _support(output: Mapping[str, Any], failed: Sequence[bool]) -> list[Any] | N
 def _assemble(arrays: Mapping[str, Any]) -> pa.Table:
     columns = [c for c in COLUMNS if arrays.get(c.name) is not None]
     converted = [_to_arrow(arrays[c.name], c.type) for c in columns]
-    fields = [
-        pa.field(c.name, a.type, COLUMN_BY_NAME[c.name].nullable)
-        for c, a in zip(columns, converted, strict=True)
-    ]
+    pairs = zip(columns, converted, strict=True)
+    fields = [pa.field(c.name, a.type, c.nullable) for c, a in pairs]
     return pa.Table.from_arrays(converted, schema=pa.schema(fields))
 
 

@@ -1,10 +1,5 @@
 """The `slime` format: debug rollout data, written by `--save-debug-rollout-data` with torch.save.
 
-    {"rollout_id": 3, "samples": [
-        {"group_index": 0, "index": 1, "rollout_id": 1, "tokens": [...], "response_length": 24,
-         "loss_mask": [1, ...] or None, "rollout_log_probs": [...] or None, "reward": 1.0 or {...},
-         "status": "completed", "weight_versions": ["3"], "remove_sample": False, ...}, ...]}
-
 A sample is a sequence: its response may contain several turns, and `loss_mask` is 0 between them.
 Samples with the same `rollout_id` (or `index`, if that is null) form one run. The file is a pickle;
 `torch.load(weights_only=True)` reads it without running code from it.
@@ -179,7 +174,10 @@ def read_samples(run: Run, _options: Options) -> Trajectory:
     ]
     rewards = [_reward(sample, where) for sample, where in siblings]
     outcome, metrics = rewards[-1]
-    error = _error([sample for sample, _ in siblings], outcome)
+    statuses = [sample.status for sample, _ in siblings]
+    odd = [one for one in statuses if one not in {None, "completed", "truncated"}]
+    has_failed = "failed" in statuses or (bool(odd) and outcome is None)
+    error = f"status: {'failed' if 'failed' in statuses else odd[0]}" if has_failed else None
     failed = run.failed or error is not None
     steps = [_step(sample, where, failed=failed) for sample, where in siblings]
     values = [reward for reward, _ in rewards]
@@ -223,14 +221,23 @@ def _step(sample: _Sample, where: str, *, failed: bool) -> Step:
     if not failed and not 0 < num < len(tokens):
         part = "response" if num == 0 else "prompt"
         raise broken(f"nonempty_{part}", where, f"the {part} has no tokens")
-    mask = _mask(sample, where)
+    mask, logprobs, routes = _mask(sample, where), None, None
+    if sample.rollout_log_probs is not None:
+        values = _array(LOGPROBS, sample.rollout_log_probs, f"{where}, rollout_log_probs")
+        logprobs = logprob_array(values.tolist(), num, where)
+    if sample.rollout_routed_experts is not None:
+        place = f"{where}, rollout_routed_experts"
+        routes = _array(ROUTES, sample.rollout_routed_experts, place)
+        if len(routes) > len(tokens):
+            expected = f"at most {len(tokens)} tokens"
+            raise broken("routing_shape", place, f"shape {routes.shape}", expected)
     sent = sample.prompt if isinstance(sample.prompt, (str, list)) and sample.prompt else None
     return Step(
         source=where,
         prompt_token_ids=tokens[: len(tokens) - num],
         response_ids=tokens[len(tokens) - num :],
-        rollout_logprobs=_logprobs(sample, where),
-        rollout_expert_indices=_routes(sample.rollout_routed_experts, len(tokens), where),
+        rollout_logprobs=logprobs,
+        rollout_expert_indices=routes,
         sampling_support=_support(sample, where),
         loss_mask=mask,
         trains=not sample.remove_sample,
@@ -255,13 +262,6 @@ def _mask(sample: _Sample, where: str) -> npt.NDArray[np.bool_] | None:
     return None if mask.all() else mask
 
 
-def _logprobs(sample: _Sample, where: str) -> npt.NDArray[np.float32] | None:
-    if sample.rollout_log_probs is None:
-        return None
-    values = _array(LOGPROBS, sample.rollout_log_probs, f"{where}, rollout_log_probs")
-    return logprob_array(values.tolist(), sample.response_length, where)
-
-
 def _support(sample: _Sample, where: str) -> list[list[int]] | None:
     """Return the ids that top-p kept at each response token; empty at tokens not sampled."""
     if sample.rollout_top_p_token_offsets is None:
@@ -283,18 +283,6 @@ def _array(numbers: Numbers, value: Any, where: str) -> npt.NDArray[Any]:
         kind = InvariantError if error.broken_rule in RULES else InputError
         hint = RULES[error.broken_rule].hint if error.broken_rule in RULES else None
         raise kind(error.broken_rule, where, error.got, error.expected, hint) from None
-
-
-def _routes(value: Any, num_tokens: int, where: str) -> npt.NDArray[np.int16] | None:
-    if value is None:
-        return None
-    place = f"{where}, rollout_routed_experts"
-    routes = _array(ROUTES, value, place)
-    if len(routes) > num_tokens:
-        raise broken(
-            "routing_shape", place, f"shape {routes.shape}", f"at most {num_tokens} tokens"
-        )
-    return routes
 
 
 def _reward(sample: _Sample, where: str) -> tuple[float | None, dict[str, float]]:
@@ -323,15 +311,6 @@ def _numbers(values: Mapping[Any, Any], where: str) -> dict[str, float]:
     return numbers
 
 
-def _error(samples: Sequence[_Sample], outcome: float | None) -> str | None:
-    """Return the reason why the run failed, from the statuses of its sequences."""
-    statuses = [sample.status for sample in samples]
-    if "failed" in statuses:
-        return "status: failed"
-    odd = next((s for s in statuses if s is not None and s not in {"completed", "truncated"}), None)
-    return f"status: {odd}" if odd is not None and outcome is None else None
-
-
 def _json(value: Any) -> str | None:
     try:
         return msgspec.json.encode(value).decode()
@@ -350,9 +329,8 @@ def _load(path: Path, _: Version, where: str) -> list[Any]:
     document = _load_plain(path, where)
     samples = document.get("samples") if isinstance(document, dict) else None
     if not isinstance(samples, list) or not samples:
-        raise InputError(
-            "no_calls", where, "the file has no samples", hint="save the rollout again"
-        )
+        finding, hint = "the file has no samples", "save the rollout again"
+        raise InputError("no_calls", where, finding, hint=hint)
     return samples
 
 
@@ -363,11 +341,9 @@ def _load_plain(path: Path, where: str) -> Any:
         with torch.serialization.safe_globals(_numpy_globals()):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a damaged or hostile file can make the loader raise anything
-        finding = " ".join(f"cannot load the file: {str(error) or type(error).__name__}".split())[
-            :300
-        ]
+        finding = " ".join(f"cannot load the file: {str(error) or type(error).__name__}".split())
         hint = "save only plain data, numbers and tensors: other classes could run code"
-        raise InputError("torch_file", where, finding, hint=hint) from None
+        raise InputError("torch_file", where, finding[:300], hint=hint) from None
 
 
 def _numpy_globals() -> list[Any]:

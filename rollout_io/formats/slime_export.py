@@ -9,7 +9,6 @@ or tensors, so that `torch.load(..., weights_only=True)` can read the file too.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -80,7 +79,9 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
             uniform.check(healthy)
             rewards_of(dataset, piece.filter(pa.array(~is_failed)))
             numbers = zip(*groups.add(piece), strict=True)
-            for row, number, removed in zip(_rows(piece), numbers, masked.tolist(), strict=True):
+            batches = piece.to_batches(max_chunksize=256)
+            rows = (row for batch in batches for row in batch.to_pylist())
+            for row, number, removed in zip(rows, numbers, masked.tolist(), strict=True):
                 samples.append(_sample(row, *number, removed=removed))
             num_removed += int(masked.sum())
             in_metadata |= dict.fromkeys(name for name in IN_METADATA if name in piece.column_names)
@@ -99,11 +100,6 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
         )
     done.remarks += groups.remarks("slime", "n_samples_per_prompt")
     return done
-
-
-def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
-    for batch in table.to_batches(max_chunksize=256):
-        yield from batch.to_pylist()
 
 
 def _sample(row: dict[str, Any], group: int, trajectory: int, *, removed: bool) -> dict[str, Any]:
@@ -160,7 +156,8 @@ def _plain(metadata: dict[str, Any]) -> Any:
 
 def _complete(samples: list[dict[str, Any]], uniform: Uniform, torch: Any) -> None:
     """Add missing fields to removed samples, because slime inspects only the first sample."""
-    shape = next((_shape(s) for s in samples if s["rollout_routed_experts"]), ())
+    experts = next(filter(None, (sample["rollout_routed_experts"] for sample in samples)), None)
+    shape = () if experts is None else (len(experts[0]), len(experts[0][0]))
     for sample in samples:
         num = sample["response_length"]
         logprobs = sample["rollout_log_probs"] or [0.0] * num
@@ -173,11 +170,6 @@ def _complete(samples: list[dict[str, Any]], uniform: Uniform, torch: Any) -> No
         sample["rollout_routed_experts"] = None
         if uniform.has_values(ROUTES):
             sample["rollout_routed_experts"] = _routes(sample, routes or [], shape, torch)
-
-
-def _shape(sample: dict[str, Any]) -> tuple[int, int]:
-    first = sample["rollout_routed_experts"][0]
-    return len(first), len(first[0])
 
 
 def _routes(sample: dict[str, Any], routes: list[Any], shape: tuple[int, ...], torch: Any) -> Any:

@@ -1,24 +1,12 @@
 """The `swe_agent` and `mini_swe_agent` formats: trajectories of SWE-agent (.traj) and of mini-swe-agent.
 
-Each run is one JSON document; SWE-agent's:
+Each run is one JSON document. In SWE-agent's, `query` (or `messages`) of a step is the prompt of its
+call. Some versions record it after the call: if the last assistant message of every prompt is the step's
+response, the prompts are cut before that message. History processors shorten prompts, so a run can have
+several contexts. If no step has a prompt, the history of each agent serves as its context.
+Demonstrations, which only have a history, are accepted too. The file has no reward.
 
-    {"trajectory": [{"response": ..., "query": [message, ...], "action": ..., ...}, ...],
-     "history": [{"role": ..., "content": ..., "agent": "main", "message_type": "action"}, ...],
-     "info": {"exit_status": "submitted", "model_stats": {...}}, "replay_config": ...}
-
-`query` (or `messages`) of a step is the prompt of its call. Some versions record it after the call:
-if the last assistant message of every prompt is the step's response, the prompts are cut before
-that message. History processors shorten prompts, so a run can have several contexts. If no step has
-a prompt, the history of each agent serves as its context. Demonstrations, which only have a
-history, are accepted too. The file has no reward.
-
-mini-swe-agent's:
-
-    {"trajectory_format": "mini-swe-agent-1.1", "instance_id": "astropy__astropy-12907",
-     "info": {"exit_status": "Submitted", "model_stats": {...}, "config": {...}},
-     "messages": [{"role": "assistant", "content": ..., "extra": {"response": {...}}}, ...]}
-
-A run has one context. `extra.response` is the raw response of the API, which may contain the
+In mini-swe-agent's, a run has one context. `extra.response` is the raw response of the API, which may contain the
 engine's tokens. An answer that the program could not use (`interrupt_type` "FormatError") is in the `extra`
 of the error message that took its place. Older files have no `extra`; the oldest are a bare list of messages.
 The file has no reward: submissions are scored elsewhere.
@@ -32,11 +20,11 @@ from typing import Annotated, Any
 
 import msgspec
 
-from rollout_io.formats.base import Options, Place, Run, Trajectory, note
+from rollout_io.formats.base import Options, Run, Trajectory, note
 from rollout_io.formats.engines.records import Records
 from rollout_io.formats.grammar import Contents, inner, like
 from rollout_io.formats.parsing.bodies import Sampling, sampling_extra
-from rollout_io.formats.parsing.content import NO_JSON, Message
+from rollout_io.formats.parsing.content import NO_JSON, Message, filled
 from rollout_io.formats.parsing.jsonl import decode_document, decode_line
 from rollout_io.formats.parsing.messages import MESSAGE, read_message, read_messages
 from rollout_io.formats.parsing.model_calls import Call, steps_of
@@ -109,11 +97,6 @@ _REPLAY_DECODER = msgspec.json.Decoder(_Replay | str | None)
 _REPLAY_TEXT_DECODER = msgspec.json.Decoder(_Replay)
 
 
-def run_of(document: _Document, place: Place) -> Run:
-    """Return the run of a file; the instance is the problem's id, or inferred from the file name."""
-    return run_of_file(place, _problem(document.replay_config), _SUFFIXES)
-
-
 def _problem(config: msgspec.Raw) -> str | None:
     """Return the problem's id in a replay configuration, which is an object or JSON text."""
     try:
@@ -134,7 +117,9 @@ def read(logged: _Document, run: Run, _: Options) -> Trajectory:
     where = run.places[0].where
     status, stats = logged.info.exit_status, logged.info.model_stats or {}
     failed = run.failed or status in _CRASHES
-    steps = steps_of(list(_calls(logged, where)), where, failed=failed)
+    has_prompts = any(step.prompt for step in logged.trajectory)
+    calls = _calls_of_steps(logged, where) if has_prompts else _calls_of_history(logged, where)
+    steps = steps_of([*calls], where, failed=failed)
     for step in steps[-1:]:
         step.stop_reason = status
     return Trajectory(
@@ -145,15 +130,12 @@ def read(logged: _Document, run: Run, _: Options) -> Trajectory:
     )
 
 
-def _calls(logged: _Document, where: str) -> Iterator[Call]:
-    if any(step.prompt for step in logged.trajectory):
-        yield from _calls_of_steps(logged, where)
-    else:
-        yield from _calls_of_history(logged, f"{where}, history")
-
-
 def _calls_of_steps(logged: _Document, where: str) -> Iterator[Call]:
-    replies = _replies(logged, f"{where}, history")
+    replies = [
+        (marks.agent, message)
+        for _, marks, message in _history(logged, where)
+        if message["role"] == "assistant" and not marks.is_demo
+    ]
     calls = []
     for index, step in enumerate(logged.trajectory):
         here = f"{where}, trajectory[{index}]"
@@ -191,14 +173,6 @@ def _match(response: str, replies: list[tuple[str | None, Message]]) -> tuple[st
     return agent, {"role": "assistant", "content": response}
 
 
-def _replies(logged: _Document, where: str) -> list[tuple[str | None, Message]]:
-    return [
-        (marks.agent, message)
-        for _, marks, message in _history(logged, where)
-        if message["role"] == "assistant" and not marks.is_demo
-    ]
-
-
 def _calls_of_history(logged: _Document, where: str) -> Iterator[Call]:
     """Yield the calls of all agents, one context per agent; demonstrations are not calls."""
     seen: dict[str | None, list[Message]] = {}
@@ -211,7 +185,7 @@ def _calls_of_history(logged: _Document, where: str) -> Iterator[Call]:
 
 def _history(logged: _Document, where: str) -> Iterator[tuple[str, _Marks, Message]]:
     for index, raw in enumerate(logged.history):
-        here = f"{where}[{index}]"
+        here = f"{where}, history[{index}]"
         marks = decode_line(_MARKS_DECODER, bytes(raw), here)
         yield here, marks, read_message(raw, here)
 
@@ -219,7 +193,7 @@ def _history(logged: _Document, where: str) -> Iterator[tuple[str, _Marks, Messa
 ADAPTER = Records(
     records={"": _Document},
     leaves=_LEAVES,
-    run=run_of,
+    run=lambda logged, place: run_of_file(place, _problem(logged.replay_config), _SUFFIXES),
     read=read,
     is_record=like({"history": [{"role": str, "agent": str}]}),
     is_whole=lambda _: True,
@@ -301,11 +275,6 @@ _REPLY_DECODER = msgspec.json.Decoder(_Reply)
 _RESPONSE_DECODER = msgspec.json.Decoder(_Response)
 
 
-def _run_of_mini(document: _MiniDocument, place: Place) -> Run:
-    """Return the run of a file; the instance is `instance_id`, or inferred from the file name."""
-    return run_of_file(place, document.instance_id, _MINI_SUFFIXES)
-
-
 def _read_mini(logged: _MiniDocument, run: Run, _: Options) -> Trajectory:
     """Read the calls of a run.
 
@@ -314,17 +283,19 @@ def _read_mini(logged: _MiniDocument, run: Run, _: Options) -> Trajectory:
     has failed.
     """
     where, info = run.places[0].where, logged.info
-    error = _error(info)
+    error = None
+    if info.traceback:
+        last = info.traceback.strip().rpartition("\n")[2]
+        error = f"{info.exit_status or 'exception'}: {info.exception_str or last}"
     failed = run.failed or error is not None
     steps = steps_of(list(_mini_calls(logged, f"{where}, messages")), where, failed=failed)
     for step in steps[-1:]:
         step.stop_reason = info.exit_status or step.stop_reason
-    texts = {"exit_status": info.exit_status, "model": info.config.model.model_name}
     return Trajectory(
         steps=steps,
         error=error,
         metrics={name: value for name, value in info.model_stats.items() if value is not None},
-        user_values={name: text for name, text in texts.items() if text},
+        user_values=filled(exit_status=info.exit_status, model=info.config.model.model_name),
     )
 
 
@@ -368,13 +339,6 @@ def _unused(extra: _Extra, where: str) -> Message | None:
     return None if text is None else {"role": "assistant", "content": text}
 
 
-def _error(info: _MiniInfo) -> str | None:
-    if not info.traceback:
-        return None
-    last = info.traceback.strip().rpartition("\n")[2]
-    return f"{info.exit_status or 'exception'}: {info.exception_str or last}"
-
-
 def _is_run(value: Any) -> bool:
     """True for a document with the program's names.
 
@@ -411,7 +375,7 @@ MINI = Records(
     records={"": _MiniDocument},
     leaves=_MINI_LEAVES,
     bare="messages",
-    run=_run_of_mini,
+    run=lambda logged, place: run_of_file(place, logged.instance_id, _MINI_SUFFIXES),
     read=_read_mini,
     is_record=_is_run,
     is_whole=lambda _: True,

@@ -1,17 +1,12 @@
-"""The `tau2` format: results of tau2-bench, one JSON document per experiment.
+"""The `tau2` format: results of tau2-bench.
 
-    {"info": {"environment_info": {"domain_name": "airline", "policy": "..."}}, "tasks": [...],
-     "simulations": [{"id": "...", "task_id": "40", "trial": 0, "termination_reason": "user_stop",
-        "reward_info": {"reward": 1.0}, "messages": [{"role": "assistant", "content": "Hi! ..."},
-            {"role": "user", "content": "..."}, {"role": "tool", "id": "c1", "content": "..."}]}]}
-
-Or each simulation is a file, `simulations/ID.json`, beside the index `results.json` (`simulation_index`).
-A simulation is a run of its task, and `trial` is the attempt. The agent's context has its own
-messages, the user's texts, and the results of the agent's tool calls; calls of the user's own tools
-and their results are not shown to the agent and are left out. The greeting at the beginning, which
-no model wrote, is part of the prompt. The log does not hold the system prompt as sent: the policy of
-the domain stands for it, which is counted. Voice simulations (`ticks`) are rejected: they have audio
-in place of messages.
+A JSON document has the simulations of an experiment, or each simulation is a file, `simulations/ID.json`,
+beside the index `results.json` (`simulation_index`). A simulation is a run of its task, and `trial` is
+the attempt. The agent's context has its own messages, the user's texts, and the results of the agent's
+tool calls; calls of the user's own tools and their results are not shown to the agent and are left out.
+The greeting at the beginning, which no model wrote, is part of the prompt. The log does not hold the
+system prompt as sent: the policy of the domain stands for it, which is counted. Voice simulations
+(`ticks`) are rejected: they have audio in place of messages.
 """
 
 from __future__ import annotations
@@ -177,7 +172,12 @@ def _messages(logged: list[Any], where: str) -> Iterator[Message]:
             continue
         if role == "user" and not message.get("content"):
             continue  # a call of the user's own tools
-        calls = [_call(call) for call in message.get("tool_calls") or ()] if role != "user" else []
+        calls = [
+            {key: call[key] for key in ("id", "name", "arguments") if key in call}
+            if isinstance(call, Mapping)
+            else call
+            for call in (message.get("tool_calls") or () if role != "user" else ())
+        ]
         fields = {
             "role": role,
             "content": message.get("content") or "",
@@ -186,12 +186,6 @@ def _messages(logged: list[Any], where: str) -> Iterator[Message]:
             "is_error": True if role == "tool" and message.get("error") is True else None,
         }
         yield from read_messages([raw_of(known(fields))], f"{where}[{i}]")
-
-
-def _call(call: Any) -> Any:
-    if not isinstance(call, Mapping):
-        return call
-    return {name: call[name] for name in ("id", "name", "arguments") if name in call}
 
 
 def _num_greetings(messages: Sequence[Message], logged: list[Any]) -> int:

@@ -133,7 +133,11 @@ def read_trace(run: Run, options: Options) -> Trajectory:
     scores: dict[str, float] = {}
     opinions = frozenset[str]().union(*(span.opinions for span in ordered))
     for span in ordered:
-        scores |= span.scores | _evaluations(span)
+        scores |= span.scores
+        for event in span.events:
+            name, value = (at(event, f"gen_ai.evaluation.{n}") for n in ("name", "score.value"))
+            if isinstance(name, str) and isinstance(value, int | float):
+                scores[name] = float(value)
     models = [m for s in ordered if isinstance(m := first_value(s, _MODELS), str)]
     return Trajectory(
         steps=steps_of(calls, f"{where}, trace {trace}", failed=run.failed or error is not None),
@@ -154,16 +158,6 @@ def _reward(
         return scores.get(options.reward)
     scores_alone = [score for name, score in scores.items() if name not in opinions]
     return scores.get("reward", scores_alone[0] if len(scores_alone) == len(scores) == 1 else None)
-
-
-def _evaluations(span: Span) -> dict[str, float]:
-    """Return the scores in the events of a span."""
-    scores = {}
-    for event in span.events:
-        name, value = (at(event, f"gen_ai.evaluation.{n}") for n in ("name", "score.value"))
-        if isinstance(name, str) and isinstance(value, int | float):
-            scores[name] = float(value)
-    return scores
 
 
 def _calls(ordered: Iterable[Span], spans: Mapping[str, Span], where: str) -> Iterator[Call]:

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from operator import eq
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -69,17 +70,13 @@ def _terminal_bench(record: Any) -> str | None:
     return f"the result of trial {trial!r} has no conversation {state}"
 
 
-def _agents_sdk_trace(record: Any) -> str | None:
-    return "the trace of OpenAI's Agents SDK has no texts" if _is_trace(record) else None
-
-
 _is_trace = like({"object": {"trace", "trace.span"}})
 
 
 REFUSED = {
     "openai_agents_trace": _refused(
         "traces of OpenAI's Agents SDK: recognized but rejected, since they have no texts",
-        _agents_sdk_trace,
+        lambda one: "the trace of OpenAI's Agents SDK has no texts" if _is_trace(one) else None,
         "convert the run's saved state or items, or traces of OpenInference or OpenTelemetry",
     ),
     "terminal_bench": _refused(
@@ -150,20 +147,14 @@ def damage_in(
         repaired = mended(content)
         if repaired is None:
             continue
-        likely = _formats_of(repaired, path, formats_of)
+        likely: Sequence[str] = ()
+        with tempfile.TemporaryDirectory() as folder, suppress(OSError, RolloutError):
+            copy = Path(folder) / path.name
+            copy.write_bytes(repaired)
+            likely = formats_of(copy)
         looks = f"; it looks like {' or '.join(likely)}" if likely else ""
         return error.with_got(f"{error.got}{looks}")
     return None
-
-
-def _formats_of(
-    content: bytes, path: Path, formats_of: Callable[[Path], Sequence[str]]
-) -> Sequence[str]:
-    with tempfile.TemporaryDirectory() as folder, suppress(OSError, RolloutError):
-        copy = Path(folder) / path.name
-        copy.write_bytes(content)
-        return formats_of(copy)
-    return ()
 
 
 def _broken(name: str, path: Path) -> Iterator[tuple[InputError, bytes]]:
@@ -310,16 +301,13 @@ def _mapping(values: Mapping[str, Any], response: str) -> Iterator[tuple[str, st
     requests = [path for path, value in values.items() if path and is_request(value)]
     requests = requests or [p for p in beside if beside[p] in _MESSAGES and p in labels]
     if requests := [p for p in requests if p != response and not p.startswith(f"{response}.")]:
-        yield "request", max(requests, key=lambda path: _num_shared(path, response))
+        at = response.split(".")
+        yield "request", max(requests, key=lambda path: sum(map(eq, path.split("."), at)))
     yield "response", response
     numbers = [p for p in beside if isinstance(values[p], int | float) and beside[p] in _REWARDS]
     yield from [("reward", numbers[0])] if numbers else []
     times = [p for p in beside if isinstance(values[p], int | float) and beside[p] in _TIMES]
     yield from [("time", times[0])] if times else []
-
-
-def _num_shared(path: str, other: str) -> int:
-    return sum(a == b for a, b in zip(path.split("."), other.split("."), strict=False))
 
 
 def _values(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:

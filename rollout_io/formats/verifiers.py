@@ -7,7 +7,7 @@
 
 An episode is a run; if it occurs in several subsets, it is one run with several records. Its group
 is `group.id`, or else its task. The annotations of its traces are records of its run
-(`prime_rl_annotations`). A row is a run, and its example is its group.
+(`prime_rl`). A row is a run, and its example is its group.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from rollout_io.formats.parsing.bodies import Int32
 from rollout_io.formats.parsing.content import NO_JSON, filled
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.records import label, logs_of, read_record, refuse_repeated
-from rollout_io.formats.prime_rl_annotations import HEAD, PART, UPDATES, Update, read_updates
+from rollout_io.formats.prime_rl import HEAD, PART, UPDATES, Update, read_updates
 from rollout_io.formats.verifiers_rows import METADATA, ROWS, metadata_beside, read_row
 from rollout_io.formats.verifiers_traces import Failure, Graph, Trace, metrics_of
 from schemas.errors import InputError, count
@@ -189,17 +189,14 @@ def find(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
             run = episodes[names.pop()]
             run.places = [*run.places, *annotation.places]
         else:
-            yield _of_no_run(annotation, is_shared=bool(names))
+            what = "several episodes have" if names else "no episode has"
+            finding = f"an annotation of the trace {annotation.instance_id[:100]!r}, which {what}"
+            hint = "convert the annotations together with the episodes of their run"
+            (place,) = annotation.places
+            error = InputError("dangling_reference", place.where, finding, hint=hint)
+            yield Rejected(place, error)
     yield from episodes.values()
     yield from (About(name, rule) for name, rule in rules.items())
-
-
-def _of_no_run(annotation: Run, *, is_shared: bool) -> Rejected:
-    (place,) = annotation.places
-    what = "several episodes have" if is_shared else "no episode has"
-    finding = f"an annotation of the trace {annotation.instance_id[:100]!r}, which {what}"
-    hint = "convert the annotations together with the episodes of their run"
-    return Rejected(place, InputError("dangling_reference", place.where, finding, hint=hint))
 
 
 def _episode_run(place: Place, head: _EpisodeHead) -> Run:
@@ -256,15 +253,11 @@ def read(record: Record, run: Run, options: Options) -> Trajectory:
     first = _read_episode(place, options, updates, failed=run.failed)
     for other in others:
         second = _read_episode(other, options, updates, failed=run.failed)
-        _refuse_other_tokens(first, second, place, other)
+        if [*map(_said, first.steps)] != [*map(_said, second.steps)]:
+            finding = f"the episode differs from {place.where}, which has the same id"
+            hint = "convert each run separately"
+            raise InputError("tokens_disagree", other.where, finding, hint=hint)
     return first
-
-
-def _refuse_other_tokens(first: Trajectory, second: Trajectory, at: Place, other: Place) -> None:
-    if [*map(_said, first.steps)] != [*map(_said, second.steps)]:
-        finding = f"the episode differs from {at.where}, which has the same id"
-        hint = "convert each run separately"
-        raise InputError("tokens_disagree", other.where, finding, hint=hint)
 
 
 def _said(step: Logged) -> Any:
@@ -293,9 +286,15 @@ def _read_episode(
     graphs = [
         Graph(t, f"{place.where}, traces[{i}]", updates.get(t.id or "", ())) for i, t in numbered
     ]
-    steps, num_left_out = _steps(graphs, _policy(episode), failed=failed)
-    main = numbered[-1][1] if numbered else Trace()
-    metrics = metrics_of(_prefixes([trace for _, trace in numbered]))
+    work, env = (episode.run or _RunInfo()).work or _Work(), episode.env or _Env()
+    policy = work.policy or _Policy()
+    steps, num_left_out = _steps(graphs, policy, failed=failed)
+    names = [trace.agent.name for _, trace in numbered]
+    repeats = [f"{names[:i].count(n)}" if names.count(n) > 1 else "" for i, n in enumerate(names)]
+    prefixes = [f"{name}{number}." for name, number in zip(names, repeats, strict=True)]
+    prefixes[-1:] = [""] * len(prefixes[-1:])  # the last trace's metrics have the names alone
+    traces = [trace for _, trace in numbered]
+    metrics = metrics_of([*zip(prefixes, traces, strict=True)])
     rewards = [t.reward for _, t in numbered if t.agent.trainable and t.reward is not None]
     if rewards:
         metrics.setdefault("reward", rewards[-1])
@@ -306,7 +305,13 @@ def _read_episode(
         reward=rewards[-1] if rewards else None,
         error=error,
         metrics=metrics,
-        user_values=_texts(episode, main),
+        user_values=filled(
+            episode=episode.id,
+            env=env.name or env.id,
+            stop_condition=traces[-1].stop_condition if traces else None,
+            policy_start=None if policy.start is None else str(policy.start),
+            policy_end=None if policy.end is None else str(policy.end),
+        ),
     )
 
 
@@ -315,10 +320,7 @@ def _steps(
 ) -> tuple[list[Step | Conversation], int]:
     """Return the calls of all traces, and the number of calls left out.
 
-    Args:
-        graphs: The traces.
-        policy: Versions of the policy, which sampled the calls of trainable agents.
-        failed: If true, calls may lack tokens.
+    The policy sampled the calls of trainable agents. Calls of a failed run may lack tokens.
     """
     has_tokens = any(len(g.sampled) > len(g.without_tokens) for g in graphs)
     steps: list[Step | Conversation] = []
@@ -341,20 +343,6 @@ def _steps(
     return steps, num_left_out
 
 
-def _policy(episode: _Named) -> _Policy:
-    run = episode.run or _RunInfo()
-    return (run.work or _Work()).policy or _Policy()
-
-
-def _prefixes(traces: Sequence[Trace]) -> list[tuple[str, Trace]]:
-    """Return each trace with the prefix of its metrics: the agent's name; "" for the last."""
-    names = [trace.agent.name for trace in traces]
-    shared = [n if names.count(n) == 1 else f"{n}{names[:i].count(n)}" for i, n in enumerate(names)]
-    return [
-        ("" if i == len(traces) - 1 else f"{shared[i]}.", trace) for i, trace in enumerate(traces)
-    ]
-
-
 def _error(episode: _Episode, options: Options) -> str | None:
     trained = [trace for trace in episode.traces if trace.agent.trainable]
     errors = [error for t in trained if not t.ok for error in t.errors or ()]
@@ -364,17 +352,6 @@ def _error(episode: _Episode, options: Options) -> str | None:
         return ": ".join(text[:500] for text in (last.type, last.message) if text) or "not ok"
     is_timeout = episode.is_timeout or any(trace.is_timeout for trace in trained)
     return "timeout" if is_timeout and options.timeouts == "fail" else None
-
-
-def _texts(episode: _Episode, main: Trace) -> dict[str, str]:
-    policy, env = _policy(episode), episode.env or _Env()
-    return filled(
-        episode=episode.id,
-        env=env.name or env.id,
-        stop_condition=main.stop_condition,
-        policy_start=None if policy.start is None else str(policy.start),
-        policy_end=None if policy.end is None else str(policy.end),
-    )
 
 
 def _is_record(record: Any) -> bool:

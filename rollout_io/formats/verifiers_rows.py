@@ -1,10 +1,5 @@
 """Rows of verifiers v0 and its legacy environments: lines of `results.jsonl`.
 
-    {"example_id": 0, "prompt": [message, ...], "completion": [message, ...], "reward": 0.25,
-     "metrics": {"correct": 0.0, "brief": 1.0}, "error": null, "stop_condition": "max_turns_reached",
-     "trajectory": [{"tokens": {"prompt_ids": [...], "completion_ids": [...],
-                                "completion_mask": [...], "completion_logprobs": [...]}, ...}]}
-
 v0 has `id` instead of `example_id`, and metrics as columns. A row has the engine's tokens if it has
 `trajectory` (saved if `state_columns` lists it), otherwise only text.
 """
@@ -198,11 +193,14 @@ def _step(call: _Step, tokens: _Tokens, where: str, metadata: Metadata) -> Step:
     sent = bytes(call.prompt)
     completion = _messages(call.completion, "assistant")
     texts = [text for m in completion if (text := text_of(decode_line(_ANY, bytes(m), where)))]
+    logprobs = None
+    if tokens.completion_logprobs:
+        logprobs = logprob_array(tokens.completion_logprobs, len(response), f"{where}.tokens")
     return Step(
         source=where,
         prompt_token_ids=prompt,
         response_ids=response,
-        rollout_logprobs=_logprobs(tokens, len(response), where),
+        rollout_logprobs=logprobs,
         loss_mask=_mask(tokens, len(response), where),
         stop_reason=reason or ("length" if call.is_truncated else None),
         temperature=sampling.temperature,
@@ -245,12 +243,6 @@ def _mask(tokens: _Tokens, num: int, where: str) -> npt.NDArray[np.bool_] | None
         finding, expected = f"a completion_mask of length {len(mask)}", f"{num}, one per token"
         raise broken("lengths_align", f"{where}.tokens", finding, expected)
     return None if mask.all() else mask
-
-
-def _logprobs(tokens: _Tokens, num: int, where: str) -> npt.NDArray[np.float32] | None:
-    if not tokens.completion_logprobs:
-        return None
-    return logprob_array(tokens.completion_logprobs, num, f"{where}.tokens")
 
 
 def _conversation(row: _Row, where: str, metadata: Metadata) -> list[Conversation]:

@@ -1,20 +1,12 @@
 """Episodes of verifiers v1, from its evaluations and prime-rl: lines of `traces.jsonl`.
 
-    {"id": "0d19", "task": {"key": "c8e2", ...}, "group": {"id": "g0"}, "ok": true, "errors": [],
-     "run": {"type": "train", "work": {"step": 3, "policy": {"start": 2, "end": 3}}},
-     "traces": [{"agent": {"name": "agent", "trainable": true},
-                 "nodes": [{"parent": 0, "message": {...}, "sampled": true, "semantic_parents": [],
-                            "token_ids": [...], "mask": [...], "logprobs": [...]}, ...],
-                 "calls": [{"node": 2, "finish_reason": "stop", "sampling": {...}}],
-                 "rewards": {"correct": {"score": 1.0, "weight": 1.0}}, "metrics": {...}}]}
-
 A node contains the tokens that its message adds to the context; the context of a call is a path from
 the root. `mask` is true on sampled tokens, and `logprobs` covers only these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -30,7 +22,7 @@ from rollout_io.formats.parsing.content import NO_JSON, Message
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.messages import MESSAGE, openai_tools, read_messages, text_of
 from rollout_io.formats.parsing.tokens import broken, logprob_array, strict_ids
-from rollout_io.formats.prime_rl_annotations import Annotations, Update
+from rollout_io.formats.prime_rl import Annotations, Update
 from schemas.errors import InputError
 
 _ASK = "sample with the train client of verifiers, which records the engine's tokens"
@@ -102,12 +94,7 @@ _ANY = msgspec.json.Decoder(Any)
 
 
 class Graph:
-    """Message nodes of a trace with their tokens.
-
-    Args:
-        trace: The trace.
-        where: Its location.
-        updates: What prime-rl found out about it later, the newest last.
+    """Message nodes of a trace with their tokens, and what prime-rl found out later, the newest last.
 
     Raises:
         RolloutError: `dangling_reference`: a parent is not an earlier node; `record_type`: a
@@ -126,7 +113,11 @@ class Graph:
             if not bytes(node.message).startswith(b"{"):
                 raise InputError("record_type", places[i], "the message is not an object")
         nodes = list(zip(trace.nodes, places, strict=True))
-        self.tokens = [_tokens(node, place) for node, place in nodes]
+        raws = [(bytes(node.token_ids), place) for node, place in nodes]
+        self.tokens = [
+            np.zeros(0, np.int32) if text == b"null" else strict_ids(text, "message", place)
+            for text, place in raws
+        ]
         self.masks = [_mask(n, t, p) for (n, p), t in zip(nodes, self.tokens, strict=True)]
         parents = {node.parent for node in trace.nodes}
         self.leaves = [i for i in range(len(trace.nodes)) if i not in parents]
@@ -148,8 +139,7 @@ class Graph:
     def steps(self, *, failed: bool) -> Iterator[Step]:
         """Yield one step per model call; a shared node is in several prompts but sampled once.
 
-        Args:
-            failed: If true, calls may lack tokens, since the run is not trained on.
+        Calls of a failed run, which is not trained on, may lack tokens.
         """
         for index in self.sampled:
             if len(self.tokens[index]):
@@ -263,11 +253,6 @@ class Graph:
         return f"{self.where}.nodes[{index}]"
 
 
-def _tokens(node: _Node, where: str) -> npt.NDArray[np.int32]:
-    text = bytes(node.token_ids)
-    return np.zeros(0, np.int32) if text == b"null" else strict_ids(text, "message", where)
-
-
 def _mask(node: _Node, tokens: npt.NDArray[np.int32], where: str) -> npt.NDArray[np.bool_]:
     mask = np.array(node.mask or [], np.bool_)
     if len(mask) != len(tokens):
@@ -309,9 +294,7 @@ def metrics_of(traces: Sequence[tuple[str, Trace]]) -> dict[str, float]:
                 if reward.weight != 1:
                     metrics[f"{prefix}{name}.weight"] = reward.weight
         rest = {f"{prefix}{k}": v for k, v in (trace.metrics or {}).items() if v is not None}
-        metrics |= {_free(name, metrics): float(value) for name, value in rest.items()}
+        repeated = rest.keys() & metrics.keys()
+        for name, value in rest.items():
+            metrics[f"{name}.metric" if name in repeated else name] = float(value)
     return metrics
-
-
-def _free(name: str, taken: Mapping[str, float]) -> str:
-    return f"{name}.metric" if name in taken else name

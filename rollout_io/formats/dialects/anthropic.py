@@ -134,7 +134,11 @@ def messages(logged: Iterable[Any], where: str) -> list[Message]:
 def messages_of(role: str, content: Parts, where: str) -> list[Message]:
     """Convert content to messages: results first, then the rest, in one message if its order allows."""
     parts = [part for part in parts_in(content) if part.type != "fallback"]
-    results = [_result(part, where) for part in parts if part.type == "tool_result"]
+    results = [
+        tool_result(shown(parts_of_result(p, where)), p.tool_use_id, is_error=p.is_error)
+        for p in parts
+        if p.type == "tool_result"
+    ]
     rest = [part for part in parts if part.type != "tool_result"]
     if results and not any(part.type not in THOUGHTS or part.said for part in rest):
         return results
@@ -165,29 +169,24 @@ def _runs(parts: Sequence[Part]) -> list[list[Part]]:
 
 
 def _message(role: str, parts: Sequence[Part], where: str) -> Message:
-    calls = [part for part in parts if _is_call(part)]
+    calls = [
+        tool_call(part.id, part.name or "", json_text(part.input, where))
+        for part in parts
+        if _is_call(part)
+    ]
     thoughts = [part.said for part in parts if part.type in THOUGHTS and part.said]
     rest = [part for part in parts if part.type not in THOUGHTS and not _is_call(part)]
     message = {
         "role": role,
         "content": shown(rest),
         "reasoning_content": "\n".join(thoughts) or None,
-        "tool_calls": [_call(part, where) for part in calls] or None,
+        "tool_calls": calls or None,
     }
     return known(message)
 
 
 def _is_call(part: Part) -> bool:
     return part.type in CALLS and bool(part.name) and bytes(part.input) != b"null"
-
-
-def _call(part: Part, where: str) -> Message:
-    return tool_call(part.id, part.name or "", json_text(part.input, where))
-
-
-def _result(part: Part, where: str) -> Message:
-    content = parts_of_result(part, where)
-    return tool_result(shown(content), part.tool_use_id, is_error=part.is_error)
 
 
 def parts_of_result(part: Part, where: str) -> list[Part]:

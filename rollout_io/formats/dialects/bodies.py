@@ -47,9 +47,11 @@ def prompt_of(logged: Any, where: str) -> Prompt | None:
     if isinstance(value, str):
         return Prompt([{"role": "user", "content": value}], is_plain=True) if value else None
     if isinstance(value, list):
-        listed, tools = _without_tools(value)
+        # Some tracers put tool definitions among the messages.
+        definitions = [one["content"] for one in value if _is_definition(one)]
+        listed = [one for one in value if not _is_definition(one)]
         messages = _messages(listed, where) if _are_messages(listed) else []
-        return Prompt(messages, tools) if messages else None
+        return Prompt(messages, tools_of(definitions)) if messages else None
     if not isinstance(value, Mapping):
         return None
     return _of_request(value, where)
@@ -123,8 +125,12 @@ def answers_of(logged: Any, where: str) -> list[Message]:
     if isinstance(value.get("messages"), list):
         return answers_of(value["messages"], f"{where}, messages")
     fields = value if "role" in value or "type" in value else {"role": "assistant"} | dict(value)
-    if _are_messages([fields]) and _holds_answer(fields):
-        return joined(_messages([fields], where))
+    if _are_messages([fields]):
+        more = fields.get("additional_kwargs") or {}
+        contents = ("content", "parts", "blocks", "kwargs", "data")
+        names = (*contents, "tool_calls", "thought", "reasoning_content", "reasoning")
+        if any(fields.get(name) for name in names) or more.get("tool_calls"):
+            return joined(_messages([fields], where))
     text = value.get("text")
     return [{"role": "assistant", "content": text}] if isinstance(text, str) and text else []
 
@@ -170,13 +176,6 @@ def _listed_calls(value: Any) -> list[Message]:
     return calls
 
 
-def _holds_answer(fields: Mapping[str, Any]) -> bool:
-    more = fields.get("additional_kwargs") or {}
-    contents = ("content", "parts", "blocks", "kwargs", "data")
-    names = (*contents, "tool_calls", "thought", "reasoning_content", "reasoning")
-    return any(fields.get(name) for name in names) or bool(more.get("tool_calls"))
-
-
 def joined(messages: list[Message]) -> list[Message]:
     """Return the one answer that consecutive messages of the model are."""
     answers = [message for message in messages if message["role"] == "assistant"]
@@ -200,12 +199,6 @@ def _are_messages(values: list[Any]) -> bool:
         ):
             return False
     return bool(values)
-
-
-def _without_tools(values: list[Any]) -> tuple[list[Any], list[Message] | None]:
-    """Split off tool definitions, which some tracers put among the messages."""
-    definitions = [v["content"] for v in values if _is_definition(v)]
-    return [v for v in values if not _is_definition(v)], tools_of(definitions)
 
 
 def _is_definition(value: Any) -> bool:
@@ -240,14 +233,11 @@ def tools_of(logged: Any) -> list[Message] | None:
             extra = {"parameters": schema} if schema and "parameters" not in definition else {}
             names = ("name", "description", "parameters", "strict", "function", "type")
             fields = {n: definition[n] for n in names if n in definition} | extra
-            converted += openai_tools([_as_function(fields)]) or []
+            if not isinstance(fields.get("function"), Mapping):
+                fields.pop("type", None)
+                fields = {"type": "function", "function": fields}
+            converted += openai_tools([fields]) or []
     return converted or None
-
-
-def _as_function(fields: dict[str, Any]) -> dict[str, Any]:
-    if isinstance(fields.get("function"), Mapping):
-        return fields
-    return {"type": "function", "function": {n: v for n, v in fields.items() if n != "type"}}
 
 
 def response_with_tokens(logged: Any) -> msgspec.Raw | None:

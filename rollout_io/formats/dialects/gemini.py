@@ -253,17 +253,11 @@ def tools(declarations: Any) -> list[Message] | None:
                 if not isinstance(declared, list) or not all(
                     isinstance(one, Mapping) for one in declared
                 ):
-                    finding, expected = (
-                        f"a value of type {type(value).__name__}",
-                        "a list of objects",
-                    )
-                    raise InputError("record_type", name, finding, expected)
-                converted += [_function(function) for function in declared if "name" in function]
+                    finding = f"a value of type {type(value).__name__}"
+                    raise InputError("record_type", name, finding, "a list of objects")
+                for one in (one for one in declared if "name" in one):
+                    parameters = one.get("parameters") or one.get("parametersJsonSchema")
+                    converted.append(function_tool(one["name"], one.get("description"), parameters))
             else:
                 converted.append(function_tool(name))
     return converted or None
-
-
-def _function(declaration: Mapping[str, Any]) -> Message:
-    parameters = declaration.get("parameters") or declaration.get("parametersJsonSchema")
-    return function_tool(declaration["name"], declaration.get("description"), parameters)

@@ -236,7 +236,10 @@ def _bodies(span: Span, where: str) -> ModelCall | None:
 def _events(span: Span, where: str) -> ModelCall | None:
     """OpenTelemetry's GenAI before 1.37: an event for each message."""
     logged = value_of(at(span.attributes, "events") or at(span.attributes, "all_messages_events"))
-    events = logged if isinstance(logged, list) else [_flat(event) for event in span.events]
+    events = logged if isinstance(logged, list) else []
+    for event in span.events if not isinstance(logged, list) else ():
+        fields = {name: value_of(value) for name, value in event.items() if name != "name"}
+        events.append(fields | {"event.name": event.get("name")})
     prompt, answers = [], []
     for event in events:
         name = str(event.get("event.name", "")) if isinstance(event, Mapping) else ""
@@ -245,11 +248,6 @@ def _events(span: Span, where: str) -> ModelCall | None:
         elif name.startswith("gen_ai.") and name.endswith(".message"):
             prompt += frameworks.messages([event], where)
     return ModelCall(span, prompt, answers, None, None)
-
-
-def _flat(event: Mapping[str, Any]) -> dict[str, Any]:
-    fields = {name: value_of(value) for name, value in event.items() if name != "name"}
-    return fields | {"event.name": event.get("name")}
 
 
 def instructions_text(logged: Any) -> str:

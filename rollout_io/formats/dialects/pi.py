@@ -138,10 +138,7 @@ class PiMessage(msgspec.Struct, gc=False, rename="camel"):
 def for_others(message: PiMessage, where: str, *, drops_thoughts: bool) -> list[Message] | None:
     """Return an answer as it is sent to another model; None if that is the same.
 
-    Args:
-        message: A message.
-        where: Its location.
-        drops_thoughts: True for versions that leave thoughts out; older ones send them as text.
+    Older versions send thoughts as text; those that drop them do not send them.
     """
     blocks = message.content if isinstance(message.content, list) else []
     is_sent = message.role == "assistant" and message.failure is None

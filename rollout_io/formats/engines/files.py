@@ -12,10 +12,15 @@ from __future__ import annotations
 import lzma
 import math
 import os
+import shutil
+import sqlite3
 import struct
+import tempfile
+import weakref
 import zipfile
 import zlib
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +31,6 @@ import pyarrow.parquet as pq
 
 from rollout_io.dataset.opening import Version, open_input, read_input
 from rollout_io.formats.base import Input, Place, Progress, Rejected, note
-from rollout_io.formats.parsing.databases import columns_of
 from rollout_io.formats.parsing.jsonl import decoded, first_lines
 from rollout_io.formats.parsing.records import Record
 from schemas.errors import InputError, RolloutError
@@ -108,8 +112,8 @@ class Start:
 
     @cached_property
     def tables(self) -> dict[str, set[str]]:
-        """Columns of each table of a SQLite database; empty for any other file."""
-        return columns_of(self.path) if self.is_file else {}
+        """Columns of each table of a SQLite database; empty for any other file, or a damaged one."""
+        return _columns_of(self.path) if self.head.startswith(_SQLITE) else {}
 
     @cached_property
     def head(self) -> bytes:
@@ -135,9 +139,7 @@ class Start:
 
     def below(self, pattern: str) -> list[Path]:
         """Return the files of a directory that match a pattern; empty for a file."""
-        if self.is_file or not pattern:
-            return []
-        return sorted(self.path.glob(pattern))
+        return sorted(self.path.glob(pattern)) if pattern and not self.is_file else []
 
 
 def _value(content: bytes) -> Any:
@@ -173,13 +175,7 @@ _ZIP_ERRORS = (
 
 def is_zip(path: Path) -> bool:
     """True if a file starts with the signature of a zip archive."""
-    try:
-        if not path.is_file():
-            return False
-        with open_input(path) as file:
-            return file.read(len(_ZIP_START)) == _ZIP_START
-    except (OSError, RolloutError):
-        return False
+    return Start(path).head.startswith(_ZIP_START)
 
 
 def members_of(path: Path, where: str) -> dict[str, zipfile.ZipInfo]:
@@ -292,11 +288,7 @@ _STRIDE = 1 << 32
 
 def is_table(path: Path) -> bool:
     """True for a file of rows."""
-    try:
-        with path.open("rb") as file:
-            return path.name.endswith(_ARROW) or file.read(len(_PARQUET)) == _PARQUET
-    except OSError:
-        return False
+    return (_is_arrow(path) and path.is_file()) or Start(path).head.startswith(_PARQUET)
 
 
 def schema_of(path: Path) -> pa.Schema:
@@ -384,3 +376,74 @@ def _batches(path: Path, _: Version) -> Any:
 def _damaged_table(where: str, error: Exception) -> RolloutError:
     finding = " ".join(f"cannot read the file: {str(error) or type(error).__name__}".split())
     return InputError("parquet_file", where, finding, hint="copy the file again, or write it again")
+
+
+_SQLITE = b"SQLite format 3\0"
+
+
+@contextmanager
+def opened(path: Path, where: str) -> Iterator[sqlite3.Connection]:
+    """Open a database for reading; neither it nor its log is changed."""
+    with readable(where):
+        source = path
+        if (wal := _wal(path)).is_file():
+            source = _copied(path, Version.of(path), Version.of(wal)).path / path.name
+        uri = f"{Path(source).resolve().as_uri()}?mode=ro&immutable={int(source == path)}"
+        with closing(sqlite3.connect(uri, uri=True)) as database:
+            database.text_factory = lambda raw: raw.decode(errors="replace")
+            yield database
+
+
+def row_of(database: sqlite3.Connection, query: str, session: str) -> tuple[Any, ...]:
+    """Return the only row of a query about a session that the database lists."""
+    row: tuple[Any, ...] | None = database.execute(query, (session,)).fetchone()
+    if row is None:
+        raise sqlite3.DatabaseError(f"an index lacks the session {session}")
+    return row
+
+
+@contextmanager
+def readable(where: str) -> Iterator[None]:
+    """Convert errors of a damaged database, which a query may meet late, to an error of what is read."""
+    try:
+        yield
+    except (sqlite3.Error, OverflowError) as error:
+        finding = " ".join(f"cannot read the database: {error}".split())
+        hint = "copy the database again, with its -wal file"
+        raise InputError("sqlite_file", where, finding, hint=hint) from None
+
+
+def _wal(path: Path) -> Path:
+    return path.with_name(f"{path.name}-wal")
+
+
+class _Folder:
+    """A temporary directory, which is removed with the object."""
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp())
+        weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+
+
+@lru_cache(maxsize=2)
+def _copied(path: Path, _: Version, __: Version) -> _Folder:
+    """Copy a database and its write-ahead log to a directory that is kept for further sessions."""
+    folder = _Folder()
+    for file in (path, _wal(path)):
+        shutil.copyfile(file, folder.path / file.name)
+    return folder
+
+
+def _columns_of(path: Path) -> dict[str, set[str]]:
+    try:
+        with opened(path, str(path)) as database:
+            tables = database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+            return {name: columns_in(database, name) for (name,) in tables.fetchall()}
+    except (OSError, RolloutError):
+        return {}
+
+
+def columns_in(database: sqlite3.Connection, table: str) -> set[str]:
+    """Return the columns of a table; empty if there is no such table."""
+    quoted = table.replace('"', '""')
+    return {str(row[1]) for row in database.execute(f'PRAGMA table_info("{quoted}")')}

@@ -171,7 +171,11 @@ class Records(Grammar):
             return path != start.path and self.recognizes(Start(path))
         if self.is_log is not None:
             return self.is_log(start)
-        is_record = self.is_record or like(dict.fromkeys(_required(self._struct), object))
+        is_record = self.is_record
+        if is_record is None:
+            assert self._struct is not None
+            fields = msgspec.structs.fields(self._struct)
+            is_record = like({field.encode_name: object for field in fields if field.required})
         values = [start.document] if self.is_whole(start) else start.values
         return any(map(is_record, values))
 
@@ -397,8 +401,3 @@ def joined(
             places = [place for name in members for place in runs[name].places]
             runs[root].places = places
             yield runs[root]
-
-
-def _required(struct: type[msgspec.Struct] | None) -> list[str]:
-    assert struct is not None
-    return [field.encode_name for field in msgspec.structs.fields(struct) if field.required]

@@ -27,6 +27,8 @@ from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
+
 from rollout_io.dataset.opening import read_input
 from rollout_io.formats.base import (
     About,
@@ -41,7 +43,7 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.contexts import Contexts, Said
-from rollout_io.formats.engines.files import Start
+from rollout_io.formats.engines.files import Start, readable
 from rollout_io.formats.engines.runs import (
     Base,
     File,
@@ -57,7 +59,6 @@ from rollout_io.formats.engines.runs import (
     without_base,
 )
 from rollout_io.formats.grammar import Grammar, account
-from rollout_io.formats.parsing.databases import readable
 from rollout_io.formats.parsing.jsonl import (
     contained,
     decode_document,
@@ -89,10 +90,6 @@ class Line(NamedTuple):
     record: Any
 
 
-def _by_path(path: Path, _: Sequence[Any]) -> Names:
-    return Names(str(path))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Sessions(Grammar):
     """A format of sessions.
@@ -114,7 +111,7 @@ class Sessions(Grammar):
         names_origin: True if a fork names its origin, so that other sessions have no copies.
     """
 
-    names: Callable[[Path, Sequence[Any]], Names] = _by_path
+    names: Callable[[Path, Sequence[Any]], Names] = lambda path, _: Names(str(path))
     names_in: Callable[[Path, bytes], Names | None] | None = None
     read: Callable[[Iterator[Line], Contexts], None]
     is_record: Callable[[Mapping[str, Any]], bool] = lambda _: False
@@ -232,7 +229,10 @@ class Sessions(Grammar):
 
     def names_of(self, kind: str, fields: bytes, _: File) -> Sequence[str]:
         """Return what identifies a record that other sessions may have copies of; () for any other."""
-        name = self.identity(kind, fields) if self.identity is not None else None
+        try:
+            name = self.identity(kind, fields) if self.identity is not None else None
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            return ()  # the reader reports the damage
         return () if name is None else (name,)
 
     def _runs(self, sessions: Mapping[str, list[File]]) -> Iterator[Found]:

@@ -78,10 +78,9 @@ def read_choices(
         if choice.redacted is not None:
             _mark(step, choice.redacted, where)
         if choice.sampling_support is None and logprobs_mode == "processed" and truncates(request):
-            ids = (
-                _INTEGERS.decode(step.response_ids) if isinstance(step.response_ids, bytes) else ()
-            )
-            step.sampling_support = read_support(choice.logprobs, ids)
+            ids = step.response_ids
+            listed = _INTEGERS.decode(ids) if isinstance(ids, bytes) else ()
+            step.sampling_support = read_support(choice.logprobs, listed)
         steps.append(step)
     if response.usage is not None:
         _take_usage(response.usage, steps, where)
@@ -202,13 +201,10 @@ def _ids(text: bytes, what: str, where: str, *, failed: bool) -> Ids:
 
 
 def _logprobs(logprobs: Logprobs | None) -> array[float] | None:
-    if logprobs is None:
-        return None
-    if logprobs.content is not None:
+    if logprobs is not None and logprobs.content is not None:
         return array("f", [token.logprob for token in logprobs.content])
-    if logprobs.token_logprobs is not None:
-        return array("f", logprobs.token_logprobs)
-    return None
+    values = None if logprobs is None else logprobs.token_logprobs
+    return None if values is None else array("f", values)
 
 
 def _texts(choice: Choice) -> Sequence[str]:
@@ -216,10 +212,8 @@ def _texts(choice: Choice) -> Sequence[str]:
     message = choice.message
     if message is None:
         return (choice.text,) if choice.text else ()
-    thought = message.reasoning_content or message.reasoning
-    if thought:
-        return (thought, message.content) if message.content else (thought,)
-    return (message.content,) if message.content else ()
+    texts = (message.reasoning_content or message.reasoning, message.content)
+    return [text for text in texts if text]
 
 
 def _text(choice: Choice) -> str | None:
@@ -288,10 +282,16 @@ def _joined(answer: list[Response | str] | str | None, where: str, *, echo: bool
         for choice in chunk.choices:
             _check_piece(choice, place)
             by_index.setdefault(choice.index, []).append(choice)
-            if not echo and _has_text(choice) and ids_of(choice, place) == b"null":
+            delta = choice.delta or Delta()
+            thought = delta.reasoning or delta.reasoning_content
+            has_text = choice.text or delta.content or thought or delta.tool_calls
+            if has_text and not echo and ids_of(choice, place) == b"null":
                 without_ids.setdefault(choice.index, place)
     for index, place in without_ids.items():
-        _refuse_partial(by_index[index], place)
+        if any(ids_of(piece, place) != b"null" for piece in by_index[index]):
+            finding = "the chunk has text but no token ids, although other chunks have ids"
+            hint = "update the engine, or record the calls without streaming: ids of tool calls are lost"
+            raise InputError("no_token_ids", place, finding, "ids in every chunk with text", hint)
     if not by_index and chunks:
         return chunks[0]  # of another API, or without choices
     choices = [_join_choice(index, pieces, where) for index, pieces in by_index.items()]
@@ -299,22 +299,6 @@ def _joined(answer: list[Response | str] | str | None, where: str, *, echo: bool
     return Response(
         choices=choices, prompt_token_ids=_one_prompt(prompts, where), usage=_usage_of(chunks)
     )
-
-
-def _has_text(piece: Choice) -> bool:
-    delta = piece.delta or Delta()
-    texts = (piece.text, delta.content, delta.reasoning, delta.reasoning_content, delta.tool_calls)
-    return any(texts)
-
-
-def _refuse_partial(pieces: Sequence[Choice], place: str) -> None:
-    """Reject a chunk with text but no ids if other chunks of the same choice have ids."""
-    if any(ids_of(piece, place) != b"null" for piece in pieces):
-        finding = "the chunk has text but no token ids, although other chunks have ids"
-        hint = (
-            "update the engine, or record the calls without streaming: ids of tool calls are lost"
-        )
-        raise InputError("no_token_ids", place, finding, "ids in every chunk with text", hint)
 
 
 def _chunks(pieces: Iterable[Response | str], where: str) -> Iterable[Response]:
@@ -348,10 +332,8 @@ def _usage_of(chunks: Sequence[Response]) -> Usage | None:
     counting = [chunk for chunk in chunks if chunk.usage is not None]
     if not counting:
         return None
-    is_total = (
-        not counting[-1].choices or len({c.index for chunk in chunks for c in chunk.choices}) == 1
-    )
-    return counting[-1].usage if is_total else None
+    indices = {choice.index for chunk in chunks for choice in chunk.choices}
+    return counting[-1].usage if not counting[-1].choices or len(indices) == 1 else None
 
 
 def _one_prompt(prompts: Iterable[msgspec.Raw], where: str) -> msgspec.Raw:
@@ -363,43 +345,32 @@ def _one_prompt(prompts: Iterable[msgspec.Raw], where: str) -> msgspec.Raw:
 
 
 def _join_choice(index: int, pieces: Sequence[Choice], where: str) -> Choice:
-    ids = [text for piece in pieces if (text := ids_of(piece, where)) != b"null"]
-    routes = [p.routed_experts for p in pieces if bytes(p.routed_experts) != b"null"]
-    metas = [p.meta_info for p in pieces if bytes(p.meta_info) != b"null"]
-    reasons = [p.finish_reason for p in pieces if p.finish_reason is not None]
-    texts = [p.text for p in pieces if p.text is not None]
+    def present(name: str) -> list[Any]:
+        return [v for p in pieces if (v := getattr(p, name)) is not None and v != NO_JSON]
+
+    ids = [text[1:-1].strip() for p in pieces if (text := ids_of(p, where)) != b"null"]
+    routes, metas, reasons = map(present, ("routed_experts", "meta_info", "finish_reason"))
+    texts, logprobs = present("text"), present("logprobs")
     if len(routes) > 1:
         finding = f"{len(routes)} streamed chunks have routed_experts; at most one may"
         raise broken("routing_shape", where, finding)
+    joined_logprobs = Logprobs(
+        content=_concatenated([p.content for p in logprobs]),
+        token_logprobs=_concatenated([p.token_logprobs for p in logprobs]),
+        tokens=_concatenated([p.tokens for p in logprobs]),
+        top_logprobs=_concatenated([p.top_logprobs for p in logprobs]),
+    )
     return Choice(
         index=index,
-        message=_join_deltas([p.delta for p in pieces if p.delta is not None]),
+        message=_join_deltas(present("delta")),
         text="".join(texts) if texts else None,
         prompt_token_ids=_one_prompt([p.prompt_token_ids for p in pieces], where),
-        token_ids=_join_lists(ids),
-        logprobs=_join_logprobs([p.logprobs for p in pieces if p.logprobs is not None]),
+        token_ids=msgspec.Raw(b"[" + b",".join(filter(None, ids)) + b"]") if ids else NO_JSON,
+        logprobs=joined_logprobs if logprobs else None,
         finish_reason=reasons[-1] if reasons else None,
         routed_experts=routes[0] if routes else NO_JSON,
         meta_info=metas[-1] if metas else NO_JSON,
         sampling_support=_concatenated([p.sampling_support for p in pieces]),
-    )
-
-
-def _join_lists(lists: Sequence[bytes]) -> msgspec.Raw:
-    if not lists:
-        return NO_JSON
-    inner = [text[1:-1].strip() for text in lists]
-    return msgspec.Raw(b"[" + b",".join(part for part in inner if part) + b"]")
-
-
-def _join_logprobs(pieces: Sequence[Logprobs]) -> Logprobs | None:
-    if not pieces:
-        return None
-    return Logprobs(
-        content=_concatenated([p.content for p in pieces]),
-        token_logprobs=_concatenated([p.token_logprobs for p in pieces]),
-        tokens=_concatenated([p.tokens for p in pieces]),
-        top_logprobs=_concatenated([p.top_logprobs for p in pieces]),
     )
 
 

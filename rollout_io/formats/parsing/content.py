@@ -135,13 +135,12 @@ def shown(parts: Sequence[Part]) -> str | list[Message]:
     """
     if all(is_text(part) for part in parts):
         return "\n".join(_text(part) for part in parts)
-    return [_typed(part) for part in parts]
-
-
-def _typed(part: Part) -> Message:
-    if is_text(part):
-        return {"type": "text", "text": _text(part)}
-    return part.media or known({"type": part.type, "text": part.text})
+    return [
+        {"type": "text", "text": _text(part)}
+        if is_text(part)
+        else part.media or known({"type": part.type, "text": part.text})
+        for part in parts
+    ]
 
 
 def all_text(content: Parts) -> str:

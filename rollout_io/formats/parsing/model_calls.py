@@ -221,16 +221,18 @@ def read_steps(
         hint = "delete the line, or give the run an `error` in a rewards file"
         raise InputError("no_calls", f"{where}output", "the run has no model calls", hint=hint)
     _refuse_missing(items, calls, where)
-    raw_items = [_without_tokens(raw) for raw in response.output]
+    dropped = {*TOKEN_FIELDS, "routed_experts"}
+    decoded = map(_RAW_ITEM_DECODER.decode, response.output)
+    raw_items = [{k: v for k, v in item.items() if k not in dropped} for item in decoded]
     steps = [_step(items[call[-1]], f"{where}output[{call[-1]}]") for call in calls]
     for step, call in zip(steps, calls, strict=True):
         if sent is not None:
             step.messages = msgspec.json.encode([*sent, *raw_items[: call[0]]]).decode()
-        texts_of_call = [_said(raw_items[i], f"{where}output[{i}]") for i in call]
-        step.texts = [text for texts in texts_of_call for text in texts]
-        shown = zip(call, texts_of_call, strict=True)
+        texts = {i: _said(raw_items[i], f"{where}output[{i}]") for i in call}
+        step.texts = [text for parts in texts.values() for text in parts]
         step.response_text = "\n".join(
-            "\n".join(texts) or msgspec.json.encode(raw_items[i]).decode() for i, texts in shown
+            "\n".join(parts) or msgspec.json.encode(raw_items[i]).decode()
+            for i, parts in texts.items()
         )
     if steps and response.incomplete_details is not None:
         steps[-1].stop_reason = response.incomplete_details.reason
@@ -319,11 +321,6 @@ def _check_usage(usage: _Usage | None, steps: Sequence[Step], where: str) -> Non
         finding += f" ({last[0]} + {last[1]} in the last call)" if len(steps) > 1 else ""
         hint = "collect the run again: ids are missing or belong to a different call"
         raise InputError("usage_counts", where, finding, hint=hint)
-
-
-def _without_tokens(raw: msgspec.Raw) -> RawItem:
-    dropped = {*TOKEN_FIELDS, "routed_experts"}
-    return {k: v for k, v in _RAW_ITEM_DECODER.decode(raw).items() if k not in dropped}
 
 
 def _said(raw_item: RawItem, place: str) -> list[str]:

@@ -259,20 +259,16 @@ def split_session(session: str, where: str) -> tuple[str, int]:
 def natural_key(name: str) -> tuple[list[str | tuple[int, str]], str]:
     """Return a key that sorts shop-2 before shop-10; numbers may have any length."""
     parts = _NUMBER.split(name)
-    parts[1::2] = map(_number_key, parts[1::2])
+    parts[1::2] = [(len(digits), digits) for digits in (part.lstrip("0") for part in parts[1::2])]
     return parts, name
 
 
-def _number_key(digits: str) -> tuple[int, str]:
-    significant = digits.lstrip("0")
-    return len(significant), significant
-
-
-def with_files_apart(items: Iterable[Found]) -> Iterator[Found]:
+def with_files_apart(items: Iterable[Found], text: str) -> Iterator[Found]:
     """Yield what was found; groups "NAME/KEY" of several files with one name become distinct.
 
-    The groups of the second such file begin with "NAME/file-1".
+    The groups of the second such file begin with "NAME/file-1". The text of the log is told first.
     """
+    yield About("text", text)
     numbers: dict[str, dict[Path, int]] = {}
     for item in items:
         if isinstance(item, Run):
@@ -283,7 +279,6 @@ def with_files_apart(items: Iterable[Found]) -> Iterator[Found]:
         yield item
 
 
-_LABEL_DECODER = msgspec.json.Decoder(str)
 _NUMBER_DECODER = msgspec.json.Decoder(float | bool)
 _OBJECT_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
 _NO_NUMBERS = (b'"', b"[", b"{", b"n")
@@ -395,7 +390,7 @@ def label(raw: msgspec.Raw | None, where: str) -> str | None:
     """Return a name that is a string or an integer; None if it is empty or of another type."""
     text = bytes(raw or b"null")
     if text.startswith(b'"'):
-        return decode_line(_LABEL_DECODER, text, where) or None
+        return decode_line(_TEXT_DECODER, text, where) or None
     digits = text.removeprefix(b"-")
     return text.decode() if digits.isdigit() and len(digits) <= _MOST_DIGITS else None
 
@@ -437,7 +432,7 @@ class ModelNames:
         distinct = set()
         for text in self._found:
             try:
-                distinct.add(_LABEL_DECODER.decode(text))
+                distinct.add(_TEXT_DECODER.decode(text))
             except (msgspec.MsgspecError, UnicodeDecodeError):
                 continue  # the record itself is rejected elsewhere
         return sorted(name for name in distinct if name)

@@ -23,7 +23,7 @@ from pipelines.statistics.summary import (
 from rollout_io import RolloutWriter, scan
 from rollout_io.cli.main import run
 from rollout_io.conversion.logged_notes import conversion_notes
-from rollout_io.formats.verl import NO_IDS, TOOL_RESULTS
+from rollout_io.formats.trainers import NO_IDS, TOOL_RESULTS
 from schemas.metadata import CONVERSION
 from schemas.strategies import rollout_tables
 from tests.conftest import EXAMPLES

@@ -2,7 +2,8 @@
 
 import pytest
 
-from rollout_io.formats.grok_cli import ADAPTER, KEPT, SHORTENED
+from rollout_io.formats.agent_programs import GROK as ADAPTER
+from rollout_io.formats.agent_programs import KEPT, SHORTENED
 from tests.helpers.adapter_helpers import read_all, write_lines
 
 PICTURE = "data:image/png;base64,iVBORw0KGgo="

@@ -15,9 +15,9 @@ from rollout_io.conversion.text import Retokenizer, with_tokens
 from rollout_io.formats.base import Step
 from rollout_io.formats.contexts import SUMMARIES
 from rollout_io.formats.detect import load_formats, recognize
+from rollout_io.formats.gemini_cli import REMINDER
 from rollout_io.formats.grammar import SELF
 from rollout_io.formats.hermes import THOUGHTS
-from rollout_io.formats.qwen_code import REMINDER
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import read_all
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rollout_io.formats.base import Options
 from rollout_io.formats.engines.files import Start
-from rollout_io.formats.prime_hosted import ADAPTER
+from rollout_io.formats.prime_rl import ADAPTER
 from tests.helpers.adapter_helpers import convert_with, planned, read_all, write_lines
 from tests.helpers.examples import examples
 from tests.helpers.line_log_helpers import check_lines, check_records, mutated_lines, save_template

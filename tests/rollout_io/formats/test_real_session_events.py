@@ -7,14 +7,14 @@ fork, a resumed session, an interrupted answer, a sub-agent, or what only some p
 import json
 import shutil
 from collections import Counter
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import rollout_io
 from rollout_io.conversion.plan import Keywords
-from rollout_io.formats import gemini_cli, opencode, qwen_code
+from rollout_io.formats import gemini_cli, opencode
+from rollout_io.formats.detect import load_formats
 from rollout_io.formats.engines.files import Start
 from rollout_io.formats.gemini_cli import BROKEN_OFF
 from schemas.messages import is_answer
@@ -26,13 +26,14 @@ SESSIONS = Path(__file__).parents[2] / "data" / "sessions"
 CELLS = sorted(
     path.parent.relative_to(SESSIONS).as_posix() for path in SESSIONS.glob("*/*/sent.jsonl")
 )
-MODULES = {"codex": "codex_cli", "pi1": "pi"}
+FORMATS = load_formats().adapters
+NAMES = {"codex": "codex_cli", "pi1": "pi"}
 SAID = {
     "gemini_cli/editor": gemini_cli.UNCALLED,
     "opencode/plan_mode": opencode.REMINDED,
     "opencode/unknown_tool": opencode.INVALID,
-    "qwen_code/compaction": qwen_code.REMINDER,
-    "qwen_code/resumed": qwen_code.REMINDER,
+    "qwen_code/compaction": gemini_cli.REMINDER,
+    "qwen_code/resumed": gemini_cli.REMINDER,
 }
 """What the log lacks of what was sent, and the note that says so."""
 
@@ -65,7 +66,7 @@ def of_gemini(messages):
 @pytest.mark.parametrize("cell", CELLS)
 def test_each_answer_of_a_session_follows_what_was_sent_and_trains_once(cell, tmp_path):
     harness = cell.partition("/")[0]
-    adapter = import_module(f"rollout_io.formats.{MODULES.get(harness, harness)}").ADAPTER
+    adapter = FORMATS[NAMES.get(harness, harness)]
     logs = shutil.copytree(SESSIONS / cell / "logs", tmp_path / "logs")
     files = [path for path in sorted(logs.rglob("*")) if path.is_file()]
     found, rejected = read_all(

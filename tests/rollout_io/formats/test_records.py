@@ -6,7 +6,7 @@ import math
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rollout_io.formats import agent_lightning, chats, swe_agent, trl
+from rollout_io.formats import agent_lightning, chats, swe_agent, trainers
 from rollout_io.formats.engines.files import Start
 from tests.helpers.adapter_helpers import read_all
 
@@ -21,7 +21,7 @@ def save_rows(path, **columns):
 
 def test_a_row_with_an_infinite_number_is_refused_by_its_column(tmp_path):
     path = save_rows(tmp_path / "c.parquet", correct=[math.inf, 1.0])
-    runs, ((_, error, _),) = read_all(trl.ADAPTER, path)
+    runs, ((_, error, _),) = read_all(trainers.TRL, path)
     assert [trajectory.reward for _, trajectory in runs] == [1.0]
     assert (error.rule, error.where) == ("record_type", f"{path}, row 0, correct")
 
@@ -58,5 +58,5 @@ def test_an_empty_list_in_a_line_is_a_record_that_is_refused(tmp_path):
 
 def test_text_in_a_column_of_the_user_is_named_as_not_read(tmp_path):
     path = save_rows(tmp_path / "c.parquet", correct=[1.0, 0.0], note=["a hint", None])
-    (first, second) = (trajectory for _, trajectory in read_all(trl.ADAPTER, path)[0])
+    (first, second) = (trajectory for _, trajectory in read_all(trainers.TRL, path)[0])
     assert (first.unread, second.unread) == ({"note": 1}, {})

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 
 from rollout_io.formats.detect import load_formats, recognize
 from rollout_io.formats.dialects.pi import CUT
+from rollout_io.formats.gemini_cli import REMINDER
 from rollout_io.formats.pi import EXTENDED
-from rollout_io.formats.qwen_code import REMINDER
 from tests.helpers.adapter_helpers import read_all, write_lines
 from tests.helpers.conversation_writers import log_of
 from tests.helpers.examples import examples

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_io.formats.engines.files import Start
-from rollout_io.formats.trl import ADAPTER
+from rollout_io.formats.trainers import TRL as ADAPTER
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import convert_with, planned, read_all
 from tests.helpers.examples import examples

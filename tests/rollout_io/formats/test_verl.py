@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from rollout_io.cli.main import run
 from rollout_io.formats.engines.files import Start
 from rollout_io.formats.parsing.messages import prompt_key
-from rollout_io.formats.verl import ADAPTER, NO_IDS, TOOL_RESULTS
+from rollout_io.formats.trainers import NO_IDS, TOOL_RESULTS
+from rollout_io.formats.trainers import VERL as ADAPTER
 from tests.helpers.adapter_helpers import convert_with, planned, read_all, write_lines
 from tests.helpers.examples import examples
 from tests.helpers.line_log_helpers import check_lines, mutated_lines
