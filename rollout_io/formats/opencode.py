@@ -45,6 +45,7 @@ from rollout_io.formats.parsing.content import (
     tool_call,
     tool_result,
 )
+from rollout_io.formats.requests import Sends
 
 _PARTS = Contents(
     kind="type",
@@ -71,8 +72,8 @@ _MESSAGE = Contents(
     kind="role",
     reads={
         "*": "id",
-        "assistant": "summary modelID parentID error.name error.data.message agent finish "
-        "time.completed time.created",
+        "assistant": "summary modelID providerID parentID error.name error.data.message agent "
+        "finish time.completed time.created",
         "user": "agent time.created",
         "system": "time.created",
     },
@@ -100,7 +101,14 @@ INVALID = (
     "part of the prompt"
 )
 UNENDED = "answers that broke off, of which the log may lack a part: part of the prompt"
+MEDIA = (
+    "results with a picture or file, which is sent in a message of the user behind them, as to "
+    "providers of chat completions"
+)
 _PLAN, _INVALID, _CALLED = "plan", "invalid", "tool-calls"
+_OF_CHAT = Sends(media_text="Attached media from tool result:")
+_WITH_MEDIA = {"anthropic", "openai", "amazon-bedrock", "google-vertex-anthropic"}
+"""Providers whose APIs have pictures in results; others are taken for chat completions."""
 
 
 class _ErrorData(msgspec.Struct, gc=False):
@@ -116,6 +124,7 @@ class _Message(msgspec.Struct, gc=False):
     role: str
     summary: Any = None
     model: str | None = msgspec.field(name="modelID", default=None)
+    provider: str | None = msgspec.field(name="providerID", default=None)
     parent: str | None = msgspec.field(name="parentID", default=None)
     agent: str | None = None
     error: _Error | None = None
@@ -204,6 +213,8 @@ def read(lines: Iterator[Line], log: Contexts) -> None:
             ran = row.id if is_run else None
             continue
         log.model, log.name = message.model or log.model, log.name and (message.agent or log.name)
+        has_media = message.provider in _WITH_MEDIA
+        log.sends = Sends() if has_media else _OF_CHAT
         log.error = None
         if message.error is not None:
             log.error = (message.error.data or _ErrorData()).message or message.error.name
@@ -213,6 +224,8 @@ def read(lines: Iterator[Line], log: Contexts) -> None:
         is_ran = ran is not None and message.parent in {None, ran}
         is_written = is_ran and all(part.type != "step-start" for part in parts)
         note(FILES, sum(part.type == "file" for part in parts))
+        attached = [part for part in parts if part.state is not None and part.state.attachments]
+        note(MEDIA, 0 if has_media else len(attached))
         answers = [*_answers(parts, where, is_written=is_written)]
         if message.summary is True and message.error is None:
             _compact(log, row.id, where, answers, tail)

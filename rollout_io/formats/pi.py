@@ -39,6 +39,9 @@ EXTENDED = (
     "messages of extensions: what an extension changes when a prompt is sent is not in the log"
 )
 _SENDS = Sends(missing="No result provided")
+_OF_CHAT = _SENDS._replace(
+    media_text="Attached image(s) from tool result:", textless="(see attached image)"
+)
 _LEAVES = {
     "facts about the session": "session/version session/timestamp session/parentSession "
     "session/provider session/modelId session/thinkingLevel",
@@ -147,6 +150,7 @@ def _add(message: PiMessage, log: Contexts, where: str, key: str, *, is_new: boo
     log.model = message.model or log.model
     if message.role == "assistant":
         log.error = message.failure
+        log.sends = _OF_CHAT if message.api == "openai-completions" else _SENDS
     others = pi.for_others(message, where, drops_thoughts=is_new)
     log.say(pi.messages_of(message, where), where, key, aliases=message.calls, for_others=others)
 

@@ -7,7 +7,7 @@ no call. A reader says so as data (`Contexts.sends`), and says the messages as t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -25,6 +25,9 @@ class Sends(NamedTuple):
         unanswered: Note about calls that get one.
         orphans: Note about results without an open call, which are not sent; None if they are.
         unsent_thoughts: Note about thoughts, which are not sent again; None if they are.
+        media_text: Text of the message of the user in which pictures and files of results are sent,
+            behind these, as in chat completions, whose results have none; None if results have them.
+        textless: Text of a result of which nothing else is left.
     """
 
     joins: Mapping[str, str] = MappingProxyType({})
@@ -33,6 +36,8 @@ class Sends(NamedTuple):
     unanswered: str | None = None
     orphans: str | None = None
     unsent_thoughts: str | None = None
+    media_text: str | None = None
+    textless: str = ""
 
 
 class Piece(NamedTuple):
@@ -63,6 +68,8 @@ def sent(pieces: Iterable[Piece], sends: Sends, noted: set[int]) -> list[Piece]:
     """
     if sends.missing is not None or sends.orphans is not None:
         pieces = _answered(pieces, sends, noted)
+    if sends.media_text is not None:
+        pieces = _with_media_behind(pieces, sends.media_text, sends.textless)
     joined = list[Piece]()
     for piece in pieces:
         between = sends.joins.get(piece.message["role"])
@@ -99,6 +106,25 @@ def _answered(pieces: Iterable[Piece], sends: Sends, noted: set[int]) -> list[Pi
             open_calls |= calls
             behind, record = len(answered), piece.record
     return answered
+
+
+def _with_media_behind(pieces: Iterable[Piece], text: str, textless: str) -> Iterator[Piece]:
+    """Yield messages with the media of results in a message behind the last result of an answer."""
+    media, last = list[Message](), Piece({"role": ""})
+    for piece in (*pieces, Piece({"role": ""})):
+        if media and piece.message["role"] != "tool":
+            shown = {"role": "user", "content": [{"type": "text", "text": text}, *media]}
+            yield last._replace(message=shown)
+            media = []
+        content = piece.message.get("content")
+        if piece.message["role"] == "tool" and isinstance(content, list):
+            texts = [part["text"] for part in content if part["type"] == "text"]
+            media += [part for part in content if part["type"] != "text"]
+            result = {**piece.message, "content": "\n".join(texts) or textless}
+            piece = piece._replace(message=result)
+        last = piece
+        if piece.message["role"]:
+            yield piece
 
 
 def _note(text: str | None, messages: Iterable[Message], noted: set[int]) -> None:

@@ -72,6 +72,7 @@ EVENTS = {
         "plan_mode": "plan_build",
         "model_switch": "models",
         "unknown_tool": "parallel3",
+        "picture": "image2",
     },
     "pi": {
         "rewind": "tree",
@@ -80,6 +81,7 @@ EVENTS = {
         "resumed": "resumed_twice",
         "interrupted": "interrupted",
         "model_switch": "models",
+        "picture": "image2",
     },
     "pi1": {
         "rewind": "tree_summary",
@@ -96,7 +98,7 @@ WITHOUT_SYSTEM = {"gemini_cli", "opencode", "pi", "qwen_code"}
 """Harnesses that do not log the system prompt; it is not in `sent.jsonl` either."""
 
 OWN = re.compile(
-    r"CALL |x-anthropic-billing|(?:answer|thought) number \d|\bHOOK\b|\bEXT\b|Reply|summary",
+    r"CALL |x-anthropic-billing|(?:answer|thought) number \d|\bHOOK\b|\bEXT\b|Reply|summary|tool result:",
     re.ASCII,
 )
 LONG_TEXT, LONGEST_LINE = 20, 30

@@ -8,13 +8,11 @@ message of another role are the user's, as the recorder has them.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 Said = list[Any]
 Message = list[Any]
-MEDIA_OF_TOOL = re.compile(r"Attached (?:image\(s\)|media) from tool result:")
 BILLING = "x-anthropic-billing-header"
 
 
@@ -113,10 +111,6 @@ def _chat(messages: Iterable[dict[str, Any]]) -> list[Message]:
         content = message.get("content") or []
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         said = [_chat_part(part) for part in parts]
-        texts = [each[1] for each in said if each[0] == "text"]
-        if role == "user" and texts and MEDIA_OF_TOOL.fullmatch(texts[0]):
-            made[-1][1][0][2].extend(each for each in said if each[0] == "image")
-            continue
         if role == "tool":
             made.append(_result(message.get("tool_call_id"), said))
             continue

@@ -1,7 +1,6 @@
 """Sessions that real harnesses write here: each answer follows exactly what the engine was sent."""
 
 import json
-import re
 
 import pytest
 
@@ -186,9 +185,6 @@ def test_prompts_of_codex_are_the_requests_message_for_message(scenario, tmp_pat
     assert len(sent) - len(rows) == left_out == (scenario == "compacted")  # the summary
 
 
-MEDIA_OF_TOOL = re.compile(r"Attached (?:image\(s\)|media) from tool result:")
-
-
 def plain_parts(content):
     """What the parts of a chat message say; texts that follow each other are one."""
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
@@ -215,19 +211,13 @@ def merged(parts):
 
 
 def plain_chat(messages):
-    """(role, what it says) of each chat message but the system's.
-
-    Pictures that a tool returned are sent in a message of the user; here they are of the result.
-    """
+    """(role, what it says) of each chat message but the system's."""
     made = []
     for message in messages:
         role = message["role"]
         if role in {"system", "developer"}:
             continue
         said = plain_parts(message.get("content"))
-        if role == "user" and said and MEDIA_OF_TOOL.fullmatch(said[0][1]):
-            made[-1][1].extend(said[1:])
-            continue
         if role == "assistant":
             thought = message.get("reasoning_content")
             said = [("thought", thought or ""), *said]

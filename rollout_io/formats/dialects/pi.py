@@ -53,7 +53,7 @@ MESSAGE = Contents(
     reads={
         "user": "",
         "system": "sections toolsAdded toolsRemoved",
-        "assistant": "stopReason errorMessage model",
+        "assistant": "stopReason errorMessage model api",
         "toolResult": "toolCallId isError",
         "bashExecution": "command output exitCode cancelled truncated fullOutputPath "
         "excludeFromContext",

@@ -59,3 +59,14 @@ def test_answers_are_one_if_thoughts_then_text_then_calls_are_in_order():
     sends = Sends({"assistant": " "})
     assert contents(sends, thought, said("assistant", "a"), calling("c")) == ["a"]
     assert contents(sends, calling("c"), said("assistant", "a"), thought) == ["", "a", ""]
+
+
+def test_media_of_results_are_sent_behind_the_last_result_of_an_answer():
+    text, picture = {"type": "text", "text": "seen"}, {"type": "image", "source": {"data": "x"}}
+    results = [said("tool", [text, picture]), said("tool", [picture]), said("tool", "plain")]
+    sends = Sends(media_text="From tools:", textless="(see)")
+    behind = [{"type": "text", "text": "From tools:"}, picture, picture]
+    expected = ["", "seen", "(see)", "plain", behind, "On."]
+    assert contents(sends, calling("a"), *results, said("user", "On.")) == expected
+    assert contents(sends, calling("a"), *results) == expected[:-1]
+    assert contents(Sends(), *results) == [result["content"] for result in results]
