@@ -67,8 +67,15 @@ class Ragged:
     def take(self, rows: IntArray) -> Ragged:
         """Return the rows with the given indices, in that order."""
         valid = self.valid[rows]
-        joined = _as_bytes(self).take(to_arrow(rows))
+        joined = self.as_bytes().take(to_arrow(rows))
         return _of_bytes(joined, self.lengths[rows], valid, self.values.dtype)
+
+    def as_bytes(self) -> pa.Array:
+        """View the rows as byte strings, [N]: Arrow copies these row by row, but lists by element."""
+        validity = None if self.valid.all() else to_arrow(self.valid).buffers()[1]
+        values = np.ascontiguousarray(self.values)
+        buffers = [validity, pa.py_buffer(self.offsets * values.itemsize), pa.py_buffer(values)]
+        return pa.Array.from_buffers(pa.large_binary(), len(self.valid), buffers)
 
     def to_arrow(self, element_type: pa.DataType) -> pa.Array:
         """Convert to an Arrow list array (large if 32-bit offsets do not suffice)."""
@@ -156,24 +163,16 @@ def zipped(*parts: Ragged) -> Ragged:
         >>> zipped(a, b).values.tolist()
         [1, 7, 2, 3]
     """
-    rows = map(_as_bytes, parts)
+    rows = map(Ragged.as_bytes, parts)
     joined = pc.binary_join_element_wise(*rows, _no_bytes(), null_handling="skip")
     lengths = np.sum([np.where(part.valid, part.lengths, 0) for part in parts], axis=0)
     valid = np.logical_or.reduce([part.valid for part in parts])
     return _of_bytes(joined, lengths, valid, parts[0].values.dtype)
 
 
-def _as_bytes(column: Ragged) -> pa.Array:
-    """[N] View the rows as byte strings: Arrow copies these row by row, but lists by element."""
-    validity = None if column.valid.all() else to_arrow(column.valid).buffers()[1]
-    values = np.ascontiguousarray(column.values)
-    buffers = [validity, pa.py_buffer(column.offsets * values.itemsize), pa.py_buffer(values)]
-    return pa.Array.from_buffers(pa.large_binary(), len(column.valid), buffers)
-
-
 def _no_bytes() -> pa.Scalar:
     # `pa.scalar` would import pandas.
-    return _as_bytes(Ragged(np.empty(0, np.uint8), np.zeros(2, np.int64), np.ones(1, np.bool_)))[0]
+    return Ragged(np.empty(0, np.uint8), np.zeros(2, np.int64), np.ones(1, np.bool_)).as_bytes()[0]
 
 
 def _of_bytes(rows: pa.Array, lengths: IntArray, valid: BoolArray, dtype: np.dtype[Any]) -> Ragged:
