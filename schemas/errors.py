@@ -96,10 +96,6 @@ class RolloutError(ValueError):
         error.__notes__ = [f"Hint: {error.hint}"] if error.hint else []
         return error
 
-    def with_got(self, got: str) -> Self:
-        """Return an error of the same rule, place and hint that says what else was found."""
-        return type(self)(self.rule, self.where, got, hint=self.hint)
-
     def fields(self) -> dict[str, str | None]:
         """Return the structured fields and the message, for JSON."""
         return {name: getattr(self, name) for name in _FIELDS} | {"message": self.sentence}
@@ -125,9 +121,8 @@ class MissingExtra(RolloutError):
     """An optional package is not installed; the hint is the command that installs it."""
 
 
-_KINDS = {
-    kind.__name__: kind
-    for kind in (InvariantError, InputError, ConfigError, EngineError, MissingExtra, RolloutError)
+_KINDS: dict[str, type[RolloutError]] = {
+    kind.__name__: kind for kind in (*RolloutError.__subclasses__(), RolloutError)
 }
 
 

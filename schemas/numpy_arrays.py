@@ -105,9 +105,7 @@ def to_frame(columns: Mapping[str, pa.Array | pa.ChunkedArray]) -> pl.DataFrame:
     """Build a polars frame from Arrow columns (NumPy arrays would make polars import `numpy.ma`)."""
     import polars as pl
 
-    frame = pl.from_arrow(pa.table(dict(columns)))
-    assert isinstance(frame, pl.DataFrame)
-    return frame
+    return pl.DataFrame(pa.table(dict(columns)))
 
 
 def empty_table(schema: pa.Schema) -> pa.Table:
@@ -118,6 +116,4 @@ def empty_table(schema: pa.Schema) -> pa.Table:
 def _series(column: pa.Array | pa.ChunkedArray) -> pl.Series:
     import polars as pl
 
-    series = pl.from_arrow(column)
-    assert isinstance(series, pl.Series)
-    return series
+    return pl.Series(column)

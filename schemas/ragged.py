@@ -82,11 +82,8 @@ class Ragged:
         mask = None if self.valid.all() else to_arrow(~self.valid)
         values = to_arrow(self.values, element_type)
         if self.offsets[-1] > np.iinfo(np.int32).max:
-            kind = pa.large_list(element_type)
-            offsets = to_arrow(self.offsets)
-            return pa.LargeListArray.from_arrays(offsets, values, type=kind, mask=mask)
-        offsets = to_arrow(self.offsets, pa.int32())
-        return pa.ListArray.from_arrays(offsets, values, type=pa.list_(element_type), mask=mask)
+            return pa.LargeListArray.from_arrays(to_arrow(self.offsets), values, mask=mask)
+        return pa.ListArray.from_arrays(to_arrow(self.offsets, pa.int32()), values, mask=mask)
 
 
 def list_lengths(column: pa.Array | pa.ChunkedArray) -> IntArray:

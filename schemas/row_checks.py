@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -79,7 +81,8 @@ def check_rewards(view: View) -> None:
     """Check reward_finite and reward_matches_rewards for the rewards of tokens."""
     column = view.ragged("rewards")
     report_elements(view, "reward_finite.token", "rewards", ~np.isfinite(column.values))
-    reward, unknown, sums = view.array("reward"), view.is_null("reward"), row_sums(column)
+    reward, unknown = view.array("reward"), view.is_null("reward")
+    sums = np.bincount(rows_of(column.lengths), column.values, len(reward))
 
     def known(row: int) -> str:
         return "null" if unknown[row] else f"{reward[row]:g}"
@@ -100,7 +103,7 @@ def _step_rewards(view: View) -> FloatArray:
     return np.where(np.bincount(row, joined, num_rows) > 0, sums, np.nan)
 
 
-def _differ(sums: FloatArray, rewards: FloatArray) -> BoolArray:
+def _differ(sums: npt.NDArray[Any], rewards: FloatArray) -> BoolArray:
     """True where the two values are finite and differ by more than a rounding error."""
     tolerance = REWARD_TOLERANCE * np.maximum(1.0, np.abs(rewards))
     is_known = np.isfinite(sums) & np.isfinite(rewards)
@@ -292,13 +295,3 @@ ROW_CHECKS: tuple[Callable[[View], None], ...] = (
     check_prefix,
 )
 """The checks in the order of their breaches."""
-
-
-def row_sums(column: Ragged) -> FloatArray:
-    """Return the sum of each row, [N]; 0 for an empty row."""
-    sums = np.zeros(len(column.lengths), np.float64)
-    filled = np.flatnonzero(column.lengths)
-    # reduceat returns the next row's first element for an empty row: skip empty rows.
-    if len(filled):
-        sums[filled] = np.add.reduceat(column.values, column.offsets[filled])
-    return sums

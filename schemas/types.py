@@ -10,8 +10,7 @@ import pyarrow.compute as pc
 
 from schemas.columns import COLUMN_BY_NAME, DECLARED, PREFIX_FIELDS, SEGMENT_FIELDS, Column
 from schemas.errors import InvariantError
-from schemas.numpy_arrays import to_arrow
-from schemas.ragged import list_lengths, offsets_of
+from schemas.ragged import relisted
 
 if TYPE_CHECKING:
     import polars as pl
@@ -240,8 +239,5 @@ def cast_column(
     if pa.types.is_list_view(column.type) or pa.types.is_large_list_view(column.type):
         # Arrow's cast of list views produces invalid arrays.
         values = pc.list_flatten(column)
-        values = cast_column(values, _viewless("", values.type))
-        mask = column.is_null() if column.null_count else None
-        offsets = to_arrow(offsets_of(list_lengths(column)))
-        column = pa.LargeListArray.from_arrays(offsets, values, mask=mask)
+        column = relisted(column, cast_column(values, _viewless("", values.type)))
     return column.cast(target)

@@ -152,7 +152,7 @@ def damage_in(
             continue
         likely = _formats_of(repaired, path, formats_of)
         looks = f"; it looks like {' or '.join(likely)}" if likely else ""
-        return error.with_got(f"{error.got}{looks}")
+        return type(error)(error.rule, error.where, f"{error.got}{looks}", hint=error.hint)
     return None
 
 
