@@ -35,26 +35,28 @@ SHORT_ROW: Row = {"prompt_token_ids": [1, 2], "response_ids": [3, 4], "loss_mask
 """Tokens of a row that `in_a_row` breaks."""
 
 
-def in_a_row(*ways: Row, columns: tuple[str, ...] | None = None) -> Breaker:
-    """Break a rule in any one row, which becomes `SHORT_ROW` with the values of one of the `ways`.
+def in_a_row(
+    others: Row | None = None, columns: tuple[str, ...] | None = None, **values: Iterable[Any]
+) -> Breaker:
+    """Break a rule in any one row: it becomes `SHORT_ROW` with one value of one of the columns.
 
-    The table needs the nullable `columns`: by default, those of the ways.
+    Args:
+        others: Values of further columns.
+        columns: Nullable columns that the table needs; None: those of the values.
+        values: Values to choose from, by column.
 
     Example:
-        >>> in_a_row({"response_ids": [3, -1]}, {"response_ids": [-100, 4]})
+        >>> in_a_row(response_ids=[[3, -1], [-100, 4]])
     """
-    names = dict.fromkeys(n for way in ways for n in way if COLUMN_BY_NAME[n].nullable)
+    same = dict.fromkeys(values) | SHORT_ROW | (others or {})
+    nullable = tuple(name for name in same if COLUMN_BY_NAME[name].nullable)
+    ways = [{name: value} for name, every in values.items() for value in every]
 
     def apply(draw: Draw, rows: list[Row]) -> None:
         row = draw(st.sampled_from(rows))
-        row |= SHORT_ROW | dict.fromkeys(names) | draw(st.sampled_from(ways))
+        row |= same | draw(st.sampled_from(ways))
 
-    return Breaker(apply, tuple(names) if columns is None else columns)
-
-
-def each(name: str, *values: Any, **others: Any) -> list[Row]:
-    """Return a way for each value of a column; all of them have the values of `others`."""
-    return [{name: value, **others} for value in values]
+    return Breaker(apply, nullable if columns is None else columns)
 
 
 def _replaced(values: list[Any], others: Iterable[Any]) -> list[list[Any]]:
@@ -102,10 +104,6 @@ def _flip_boundary(draw: Draw, rows: list[Row]) -> None:
     row["is_last_step"] = not row["is_last_step"]
 
 
-def _open_end(_: Draw, rows: list[Row]) -> None:
-    rows[-1]["is_last_step"] = False
-
-
 def _mask_all(_: Draw, rows: list[Row]) -> None:
     for row in rows:
         row["loss_mask"] = [False] * len(row["loss_mask"])
@@ -142,7 +140,7 @@ def _bad_prefix(draw: Draw, rows: list[Row]) -> None:
 
 def _bad_logprobs(*bad: float) -> Breaker:
     every = _replaced([-1.0, -1.0], bad)
-    return in_a_row(*(way for name in LOGPROBS for way in each(name, *every)))
+    return in_a_row(rollout_logprobs=every, trainer_logprobs=every)
 
 
 def _segments(*spans: tuple[int, int]) -> list[Row]:
@@ -154,12 +152,10 @@ def _pictures(*entries: tuple[str | None, int | None, int | None]) -> list[Row]:
     return [dict(zip(names, entry, strict=True)) for entry in entries]
 
 
-_ANSWERS = [[3] * (MIN_ANSWER_TOKENS + more) for more in range(4)]
-_TEACHER = [-0.5, -1.0]
+_ANSWER = [3] * MIN_ANSWER_TOKENS
+_TEACHER = {"teacher_token_ids": [[1, 2]] * 2, "teacher_logprobs": [[-0.5, -1.0]] * 2}
 _METRIC = {"key": "turns", "value": 1.0}
-_BAD_METRICS = (_METRIC | {"key": None}, _METRIC | {"value": None}, None, _METRIC)
 _UNKNOWN, _DIGEST, _MOST = (None, None, None), "0" * 64, 2**31 - 1
-_BAD_REFERENCES = ("a.png", _DIGEST, f"sha256:{_DIGEST[1:]}", f"SHA256:{_DIGEST}")
 _BAD_SPANS = (
     *((-1, 1), (-1, None), (0, 0), (0, -1), (4, 1), (4, None), (0, 5), (None, 1)),
     *((_MOST, 1), (_MOST, _MOST), (1, _MOST)),
@@ -168,69 +164,72 @@ _BAD_SPANS = (
 BREAKERS: dict[str, Breaker] = {
     "unique_trajectory": Breaker(_duplicate),
     "contiguous_trajectory": Breaker(_split),
-    "step_index_sequence": in_a_row(*each("step_index", -9, -1, 7, 99)),
+    "step_index_sequence": in_a_row(step_index=[-9, -1, 7, 99]),
     "boundary_alignment": Breaker(_flip_boundary),
-    "final_row_is_last": Breaker(_open_end),
-    "nonempty_prompt": in_a_row({"prompt_token_ids": []}),
-    "nonempty_response": in_a_row({"response_ids": [], "loss_mask": []}),
+    "final_row_is_last": Breaker(lambda _, rows: rows[-1].update(is_last_step=False)),
+    "nonempty_prompt": in_a_row(prompt_token_ids=[[]]),
+    "nonempty_response": in_a_row({"loss_mask": []}, response_ids=[[]]),
     "lengths_align": in_a_row(
-        *each("loss_mask", [True], [True] * 3),
-        *each("rollout_logprobs", [-1.0], [-1.0] * 3),
-        *each("sampling_support", [[3]], [[3], [4], []]),
+        loss_mask=[[True], [True] * 3],
+        rollout_logprobs=[[-1.0], [-1.0] * 3],
+        sampling_support=[[[3]], [[3], [4], []]],
     ),
     "token_range": in_a_row(
-        *each("prompt_token_ids", *_replaced([1, 2], (-1, -100))),
-        *each("response_ids", *_replaced([3, 4], (-1, -100))),
-        *each("sampling_support", [[3, -1], [4]], [[3], [4, -100]]),
+        prompt_token_ids=_replaced([1, 2], (-1, -100)),
+        response_ids=_replaced([3, 4], (-1, -100)),
+        sampling_support=[[[3, -1], [4]], [[3], [4, -100]]],
     ),
     "mask_trains_something": Breaker(_mask_all),
     # The prompt has its response, as in logs that record messages after the call.
     "response_in_prompt": in_a_row(
-        *(
-            {"prompt_token_ids": [1, 2, *a, 1, 2], "response_ids": a, "loss_mask": [True] * len(a)}
-            for a in _ANSWERS
-        )
+        {"response_ids": _ANSWER, "loss_mask": [True] * len(_ANSWER)},
+        prompt_token_ids=[[*start, *_ANSWER, 1, 2] for start in ([1, 2], [0, 1, 2, 5, 1, 2])],
     ),
     "logprobs_finite": _bad_logprobs(nan, -inf, inf, -9999.0),
     "logprobs_nonpositive": _bad_logprobs(0.25, 7.0),
     "versions_of_tokens": in_a_row(
-        *each("policy_versions", *_replaced([5, 5], (-1, 4)), [9, 9], policy_version=5)
+        {"policy_version": 5}, policy_versions=[*_replaced([5, 5], (-1, 4)), [9, 9]]
     ),
     "support_has_token": in_a_row(
-        *each("sampling_support", [[3], [5]], [[0], [4]], [[3, 3], [4]], [[3], [1, 4, 1]])
+        sampling_support=[[[3], [5]], [[0], [4]], [[3, 3], [4]], [[3], [1, 4, 1]]]
     ),
     "teacher_shape": in_a_row(
-        *each(
-            "teacher_token_ids",
-            *_replaced([[1, 2], [1, 2]], [[1, 1]]),
-            teacher_logprobs=[_TEACHER, _TEACHER],
-        ),
-        *each(
-            "teacher_logprobs",
-            *_replaced([_TEACHER, _TEACHER], ([-0.5], [0.5, -1.0], [-inf, -1.0])),
-            teacher_token_ids=[[1, 2], [1, 2]],
-        ),
+        _TEACHER,
+        teacher_token_ids=_replaced([[1, 2]] * 2, [[1, 1]]),
+        teacher_logprobs=_replaced([[-0.5, -1.0]] * 2, ([-0.5], [0.5, -1.0], [-inf, -1.0])),
     ),
-    "redacted_untrained": in_a_row(*each("redacted", *_replaced([False, False], [True]))),
-    "reward_finite": in_a_row(*each("reward", nan, inf)),
+    "redacted_untrained": in_a_row(redacted=_replaced([False, False], [True])),
+    "reward_finite": in_a_row(reward=[nan, inf]),
     "reward_matches_rewards": Breaker(_other_sum, ("reward", "rewards")),
     "outcome_on_last_step": Breaker(_early_reward, ("reward",)),
     "segments_in_range": in_a_row(
-        *each("segments", *(_segments((a, b)) for a, b in ((0, 3), (-1, 1), (0, 0), (2, 1)))),
-        {"segments": _segments((0, 1), (0, 1))},
+        segments=[
+            *(_segments(span) for span in ((0, 3), (-1, 1), (0, 0), (2, 1))),
+            _segments((0, 1), (0, 1)),
+        ]
     ),
     "prefix_reference": Breaker(_bad_prefix),
     "routing_shape": in_a_row(
-        *each("rollout_expert_indices", [], [[[0, 0], [0, 1]]] * 5, [[[0, -1], [0, 1]]])
+        rollout_expert_indices=[[], [[[0, 0], [0, 1]]] * 5, [[[0, -1], [0, 1]]]]
     ),
-    "metrics_keys": in_a_row(*each("metrics", *([_METRIC, other] for other in _BAD_METRICS))),
+    "metrics_keys": in_a_row(
+        metrics=[
+            [_METRIC, other]
+            for other in (_METRIC | {"key": None}, _METRIC | {"value": None}, None, _METRIC)
+        ]
+    ),
     "picture_reference": in_a_row(
-        *each("pictures", *(_pictures(_UNKNOWN, (n, None, None)) for n in _BAD_REFERENCES))
+        pictures=[
+            _pictures(_UNKNOWN, (name, None, None))
+            for name in ("a.png", _DIGEST, f"sha256:{_DIGEST[1:]}", f"SHA256:{_DIGEST}")
+        ]
     ),
     # Without pictures in the other rows: their files do not exist, which breaks picture_reference.
     "picture_spans": in_a_row(
-        *each("pictures", *(_pictures(_UNKNOWN, (None, *span)) for span in _BAD_SPANS)),
-        {"pictures": _pictures((None, 0, 1), _UNKNOWN, (None, 0, 1))},
         columns=(),
+        pictures=[
+            *(_pictures(_UNKNOWN, (None, *span)) for span in _BAD_SPANS),
+            _pictures((None, 0, 1), _UNKNOWN, (None, 0, 1)),
+        ],
     ),
 }

@@ -12,7 +12,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas.columns import routing_type
 from schemas.numpy_arrays import filled, to_arrow, to_numpy
 
 IntArray = npt.NDArray[np.int64]
@@ -202,10 +201,7 @@ def routing_array(rows: Sequence[npt.NDArray[Any] | None], num_layers: int, topk
     """Return `rollout_expert_indices` from one [tokens, num_layers, topk] array or None per row."""
     flat = [np.zeros(0, np.int16), *(row.reshape(-1) for row in rows if row is not None)]
     values = to_arrow(np.concatenate(flat).astype(np.int16))
-    values = pa.FixedSizeListArray.from_arrays(values, topk)
-    values = pa.FixedSizeListArray.from_arrays(values, num_layers)
-    lengths = [0 if row is None else len(row) for row in rows]
-    offsets = to_arrow(offsets_of(np.array(lengths, np.int64)), pa.int32())
-    mask = to_arrow(np.array([row is None for row in rows], np.bool_))
-    kind = routing_type(num_layers, topk)
-    return pa.ListArray.from_arrays(offsets, values, type=kind, mask=mask)
+    for size in (topk, num_layers):
+        values = pa.FixedSizeListArray.from_arrays(values, size)
+    tokens = [None if row is None else np.zeros(len(row), np.int16) for row in rows]
+    return relisted(ragged_array(tokens, pa.list_(pa.int16())), values)

@@ -13,33 +13,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
 
 from schemas import errors
 from schemas.tables import table_rows
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Rule:
-    """One named invariant; each can be broken while all others hold."""
+    """One named invariant, of severity `error` or `warning`; each can be broken while all others hold."""
 
     name: str
+    severity: str
     meaning: str
     hint: str
-    severity: Literal["error", "warning"] = "error"
 
 
 def rules_of(table: str) -> dict[str, Rule]:
     """Return the rules of a table of names, severities, meanings and hints."""
-    return {
-        name: Rule(
-            name=name,
-            meaning=meaning,
-            hint=hint,
-            severity="warning" if severity == "warning" else "error",
-        )
-        for name, severity, meaning, hint in table_rows(table)
-    }
+    return {name: Rule(name, *texts) for name, *texts in table_rows(table)}
 
 
 RULES: dict[str, Rule] = rules_of("""
@@ -104,7 +95,7 @@ picture_spans | error | each start and length in pictures are 1 or more tokens i
 """)
 
 
-def findings_of(table: str) -> dict[str, tuple[str, str, str]]:
+def findings_of(table: str) -> dict[str, list[str]]:
     """Return the texts of a table of findings.
 
     The name of a finding is that of its rule, with a suffix where a rule has several. Then follow
@@ -112,13 +103,10 @@ def findings_of(table: str) -> dict[str, tuple[str, str, str]]:
     values that the check passes; a message may also have the fields `column`, `got` and `expected`.
     """
     usual = "{column} is {got}; expected {expected}"
-    return {
-        name: (got, expected, message[0] if message else usual)
-        for name, got, expected, *message in table_rows(table)
-    }
+    return {name: [*texts, usual][:3] for name, *texts in table_rows(table)}
 
 
-FINDINGS: dict[str, tuple[str, str, str]] = findings_of("""
+FINDINGS: dict[str, list[str]] = findings_of("""
 columns_and_types.repeated_name | {num} columns | one | {got} are named {column!r}
 columns_and_types.nul | a NUL character | none | the name {column!r} contains a NUL character
 columns_and_types.no_name | a column without a name | a name | a column has no name

@@ -93,14 +93,12 @@ class _Sets:
         token: Index of each id's token, over the tokens of all sets.
         row: Row of each id.
         position: Index of each id's token in its row.
-        num_tokens: Number of sets, empty ones included.
     """
 
     ids: npt.NDArray[Any]
     token: IntArray
     row: IntArray
     position: IntArray
-    num_tokens: int
 
     @classmethod
     def of(cls, view: View, name: str) -> _Sets:
@@ -109,7 +107,7 @@ class _Sets:
         token = rows_of(list_lengths(sets))
         row = rows[token]
         position = token - offsets_of(list_lengths(view.column(name)))[row]
-        return cls(to_numpy(pc.list_flatten(sets)), token, row, position, len(sets))
+        return cls(to_numpy(pc.list_flatten(sets)), token, row, position)
 
     def repeats(self) -> BoolArray:
         """[S] True where a set has the same id again."""
@@ -125,7 +123,7 @@ def check_support(view: View) -> None:
     inside = sets.position < responses.lengths[sets.row]  # else lengths_align reports it
     at = np.where(inside, responses.offsets[sets.row] + sets.position, 0)
     is_sampled = inside & (sets.ids == responses.values[at]) if len(at) else inside
-    lacks = inside & ~(np.bincount(sets.token, is_sampled, sets.num_tokens) > 0)[sets.token]
+    lacks = inside & ~(np.bincount(sets.token, is_sampled) > 0)[sets.token]
     view.report("support_has_token", SUPPORT, lacks, sets.row, position=sets.position)
     repeated = sets.repeats()
     view.report("support_has_token.twice", SUPPORT, repeated, sets.row, position=sets.position)

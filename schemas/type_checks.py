@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from schemas.columns import DECLARED, REQUIRED_COLUMNS, ROUTING, TOKEN_SOURCES
 from schemas.numpy_arrays import filled, to_numpy
 from schemas.ragged import IntArray
-from schemas.types import PREFIX_TYPES, accepts_column, is_list, is_nullable, is_string, types_in
+from schemas.types import PREFIX_TYPES, accepts, is_list, is_nullable, is_string, types_in
 from schemas.view import View, breach
 
 
@@ -68,9 +68,7 @@ def check_types(view: View, required: Iterable[str] = REQUIRED_COLUMNS) -> None:
         missing.discard("prompt_token_ids")
     view.breaches += [breach("columns_and_types.missing", name) for name in sorted(missing)]
     declared = {name: DECLARED[name] for name in types.names if name in DECLARED}
-    misfits = [
-        n for n, column in declared.items() if not accepts_column(column, types.field(n).type)
-    ]
+    misfits = [n for n in declared if not accepts(declared[n].type, types.field(n).type)]
     view.usable -= set(misfits)
     for name in filter(view.has, declared):
         _check_values(view, name)
