@@ -35,13 +35,7 @@ _OF_ROWS = (
     *("tokenizer_fingerprint", "logprobs_mode", "vocab_size", "tokenizer"),
     "chat_template_fingerprint",
 )
-_VALID: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "schema_version": (lambda value: isinstance(value, int), "a whole number"),
-    "models": (lambda value: isinstance(value, list), "a list"),
-    "made_by": (lambda value: isinstance(value, list), "a list"),
-    "vocab_size": (lambda value: type(value) is int and value > 0, "a positive whole number"),
-    "outcome": (lambda value: value in get_args(Outcome), "last or sum"),
-}
+_LISTS = frozenset({"models", "made_by"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,13 +84,19 @@ class DatasetMetadata:
     @classmethod
     def decode(cls, pairs: Mapping[bytes, bytes] | None) -> DatasetMetadata:
         """Parse the output of `encode`; keys of other programs are ignored."""
-        names, values = {field.name for field in dataclasses.fields(cls)}, _ours(pairs)
-        known: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in values.items()
-            if name in names
-        }
-        return cls(**known)
+        names = {field.name for field in dataclasses.fields(cls)}
+        values = {name: value for name, value in _ours(pairs).items() if name in names}
+        for name in _LISTS & values.keys():
+            if not isinstance(values[name], list):
+                raise _unreadable(name, values[name], "a list")
+            values[name] = tuple(values[name])
+        size = values.get("vocab_size", 1)
+        if type(size) is not int or size < 1:
+            raise _unreadable("vocab_size", size, "a positive whole number")
+        outcome = values.get("outcome", "last")
+        if outcome not in get_args(Outcome):
+            raise _unreadable("outcome", outcome, "last or sum")
+        return cls(**values)
 
 
 def common(metadata_of: Mapping[str, DatasetMetadata], refused: Collection[str]) -> DatasetMetadata:
@@ -144,7 +144,9 @@ def layout_of(pairs: Mapping[bytes, bytes] | None) -> Layout | None:
 
 def version_of(pairs: Mapping[bytes, bytes] | None) -> int:
     """Return the schema version that a file declares; if there is none, the current version."""
-    version: int = _ours(pairs).get("schema_version", SCHEMA_VERSION)
+    version = _ours(pairs).get("schema_version", SCHEMA_VERSION)
+    if not isinstance(version, int):
+        raise _unreadable("schema_version", version, "a whole number")
     return version
 
 
@@ -180,13 +182,9 @@ def _ours(pairs: Mapping[bytes, bytes] | None) -> dict[str, Any]:
         # The id filters are large, and do not describe the dataset.
         if key.startswith(_KEY.encode()) and key != ID_FILTERS:
             try:
-                name, decoded = key.decode().removeprefix(_KEY), json.loads(value)
+                values[key.decode().removeprefix(_KEY)] = json.loads(value)
             except (ValueError, RecursionError):
                 raise _unreadable(repr(key)[2:-1], value, "JSON") from None
-            is_valid, expected = _VALID.get(name, (lambda _: True, ""))
-            if not is_valid(decoded):
-                raise _unreadable(name, decoded, expected)
-            values[name] = decoded
     return values
 
 

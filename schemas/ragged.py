@@ -65,9 +65,8 @@ class Ragged:
 
     def take(self, rows: IntArray) -> Ragged:
         """Return the rows with the given indices, in that order."""
-        valid = self.valid[rows]
         joined = self.as_bytes().take(to_arrow(rows))
-        return _of_bytes(joined, self.lengths[rows], valid, self.values.dtype)
+        return _of_bytes(joined, self.lengths[rows], self.valid[rows], self.values.dtype)
 
     def as_bytes(self) -> pa.Array:
         """View the rows as byte strings, [N]: Arrow copies these row by row, but lists by element."""
@@ -181,8 +180,7 @@ def ragged_array(
     rows: Sequence[npt.NDArray[Any] | array[float] | None], kind: pa.DataType
 ) -> pa.Array:
     """Return a list array of type `kind` from one 1-D array per row; None becomes null."""
-    lengths = [0 if row is None else len(row) for row in rows]
-    offsets = offsets_of(np.array(lengths, np.int64))
+    offsets = offsets_of(np.array([0 if row is None else len(row) for row in rows], np.int64))
     present = [row for row in rows if row is not None]
     values = _joined(present) if present else np.zeros(0, kind.value_type.to_pandas_dtype())
     valid = np.array([row is not None for row in rows], np.bool_)

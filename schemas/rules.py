@@ -18,7 +18,7 @@ from schemas import errors
 from schemas.tables import table_rows
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
     """One named invariant, of severity `error` or `warning`; each can be broken while all others hold."""
 
@@ -30,7 +30,10 @@ class Rule:
 
 def rules_of(table: str) -> dict[str, Rule]:
     """Return the rules of a table of names, severities, meanings and hints."""
-    return {name: Rule(name, *texts) for name, *texts in table_rows(table)}
+    return {
+        name: Rule(name=name, severity=severity, meaning=meaning, hint=hint)
+        for name, severity, meaning, hint in table_rows(table)
+    }
 
 
 RULES: dict[str, Rule] = rules_of("""

@@ -119,8 +119,7 @@ def cast_table(table: pa.Table) -> pa.Table:
         pa.field(f.name, _target(f.name, f.type), is_nullable(f.name), f.metadata)
         for f in table.schema
     ]
-    pairs = zip(table.columns, fields, strict=True)
-    columns = [cast_column(column, field.type) for column, field in pairs]
+    columns = [cast_column(c, f.type) for c, f in zip(table.columns, fields, strict=True)]
     return pa.Table.from_arrays(columns, schema=pa.schema(fields, table.schema.metadata))
 
 
