@@ -31,24 +31,37 @@ class Breaker:
     columns: tuple[str, ...] = ()
 
 
-def in_a_row(ways: Callable[[Row], list[Row]], *columns: str) -> Breaker:
-    """Break a rule in any one row: `ways` returns the values that its columns may get instead.
+SHORT_ROW: Row = {"prompt_token_ids": [1, 2], "response_ids": [3, 4], "loss_mask": [True, True]}
+"""Tokens of a row that `in_a_row` breaks."""
+
+
+def in_a_row(
+    others: Row | None = None, columns: tuple[str, ...] | None = None, **values: Iterable[Any]
+) -> Breaker:
+    """Break a rule in any one row: it becomes `SHORT_ROW` with one value of one of the columns.
+
+    Args:
+        others: Values of further columns.
+        columns: Nullable columns that the table needs; None: those of the values.
+        values: Values to choose from, by column.
 
     Example:
-        >>> in_a_row(lambda row: [{"step_index": row["step_index"] + 7}])
+        >>> in_a_row(response_ids=[[3, -1], [-100, 4]])
     """
+    same = dict.fromkeys(values) | SHORT_ROW | (others or {})
+    nullable = tuple(name for name in same if COLUMN_BY_NAME[name].nullable)
+    ways = [{name: value} for name, every in values.items() for value in every]
 
     def apply(draw: Draw, rows: list[Row]) -> None:
         row = draw(st.sampled_from(rows))
-        row |= draw(st.sampled_from(ways(row)))
+        row |= same | draw(st.sampled_from(ways))
 
-    return Breaker(apply, columns)
+    return Breaker(apply, nullable if columns is None else columns)
 
 
-def _replaced(values: list[Any], others: Callable[[Any], Iterable[Any]]) -> list[list[Any]]:
-    """Return the lists in which one value is replaced by one of its `others`."""
-    numbered = list(enumerate(values))
-    return [[*values[:i], other, *values[i + 1 :]] for i, old in numbered for other in others(old)]
+def _replaced(values: list[Any], others: Iterable[Any]) -> list[list[Any]]:
+    """Return the lists in which one value is replaced by one of the `others`."""
+    return [[*values[:i], other, *values[i + 1 :]] for i in range(len(values)) for other in others]
 
 
 def break_types(draw: Draw, table: pa.Table) -> pa.Table:
@@ -61,9 +74,11 @@ def break_types(draw: Draw, table: pa.Table) -> pa.Table:
         if way == "repeat":
             return table.append_column(table.schema.field(name), table.column(name))
         return table.set_column(index, name, pa.array([str(v) for v in values], pa.binary()))
-    nulls = _replaced(values, lambda _: [None])
+    nulls = _replaced(values, [None])
     if isinstance(values[0], list) and draw(st.booleans()):
-        nulls = _replaced(values, lambda row: _replaced(row, lambda _: [None])) or nulls
+        row = draw(st.integers(0, len(values) - 1))
+        elements = _replaced(values[row], [None])
+        nulls = [[*values[:row], other, *values[row + 1 :]] for other in elements] or nulls
     kind = COLUMN_BY_NAME[name].type
     return table.set_column(index, name, pa.array(draw(st.sampled_from(nulls)), kind))
 
@@ -89,73 +104,9 @@ def _flip_boundary(draw: Draw, rows: list[Row]) -> None:
     row["is_last_step"] = not row["is_last_step"]
 
 
-def _open_end(_: Draw, rows: list[Row]) -> None:
-    rows[-1]["is_last_step"] = False
-
-
 def _mask_all(_: Draw, rows: list[Row]) -> None:
     for row in rows:
         row["loss_mask"] = [False] * len(row["loss_mask"])
-
-
-def _other_lengths(row: Row) -> list[Row]:
-    fills = {"loss_mask": True, "rollout_logprobs": -1.0, "sampling_support": []}
-    columns = {n: row[n] or [fill] * len(row["response_ids"]) for n, fill in fills.items()}
-    longer = [{name: [*values, values[-1]]} for name, values in columns.items()]
-    return longer + [{name: values[:-1]} for name, values in columns.items()]
-
-
-def _bad_ids(row: Row) -> list[Row]:
-    bad = (-1, -100)
-    sets = [{"sampling_support": [[token, i] for token in row["response_ids"]]} for i in bad]
-    return sets + [
-        {"sampling_support": None, name: ids}
-        for name in ("prompt_token_ids", "response_ids")
-        for ids in _replaced(row[name], lambda _: bad)
-    ]
-
-
-def _answer_in_prompt(_: Row) -> list[Row]:
-    """Append the response to its own prompt, as in logs that record messages after the call."""
-    return [
-        {
-            "prompt_token_ids": [1, 2, *answer, 1, 2],
-            "response_ids": answer,
-            "loss_mask": [True] * len(answer),
-        }
-        for answer in ([3] * (MIN_ANSWER_TOKENS + more) for more in range(4))
-    ]
-
-
-def _bad_logprobs(*bad: float) -> Breaker:
-    def ways(row: Row) -> list[Row]:
-        every = _replaced([-1.0] * len(row["response_ids"]), lambda _: bad)
-        return [{name: logprobs} for name in LOGPROBS for logprobs in every]
-
-    return in_a_row(ways, *LOGPROBS)
-
-
-def _bad_versions(row: Row) -> list[Row]:
-    """A negative version, an older one than `policy_version`, or only newer ones."""
-    num = len(row["response_ids"])
-    every = [*_replaced([5] * num, lambda _: (-1, 4)), [9] * num]
-    return [{"policy_version": 5, "policy_versions": versions} for versions in every]
-
-
-def _bad_support(row: Row) -> list[Row]:
-    """Leave out the sampled token of a set, or repeat an id."""
-    sets = [[token, (token + 1) % 8] for token in row["response_ids"]]
-    every = _replaced(sets, lambda ids: (ids[1:], [*ids, ids[1]]))
-    return [{"sampling_support": support} for support in every]
-
-
-def _bad_teacher(row: Row) -> list[Row]:
-    """Repeat an id, leave out a value, or give one that is no log-probability."""
-    ids, values = ([pair] * len(row["response_ids"]) for pair in ([1, 2], [-0.5, -1.0]))
-    ways = [(other, values) for other in _replaced(ids, lambda _: [[1, 1]])]
-    bad = ([-0.5], [0.5, -1.0], [-inf, -1.0])
-    ways += [(ids, other) for other in _replaced(values, lambda _: bad)]
-    return [{"teacher_token_ids": i, "teacher_logprobs": v} for i, v in ways]
 
 
 def _other_sum(draw: Draw, rows: list[Row]) -> None:
@@ -177,15 +128,6 @@ def _early_reward(_: Draw, rows: list[Row]) -> None:
     rows[0]["reward"], end["reward"] = 1.0, 0.0
 
 
-def _bad_segments(row: Row) -> list[Row]:
-    num, step = len(row["response_ids"]), row["step_index"]
-    ways = [[(0, num + 1)], [(-1, 1)], [(0, 0)], [(0, 1), (0, 1)], [(num, 1)]]
-    return [
-        {"segments": [{"start": s, "length": n, "step_index": step} for s, n in spans]}
-        for spans in ways
-    ]
-
-
 def _bad_prefix(draw: Draw, rows: list[Row]) -> None:
     for row in rows:
         row["parent_step_index"], row["prefix_length"] = None, 0
@@ -196,71 +138,98 @@ def _bad_prefix(draw: Draw, rows: list[Row]) -> None:
     row["parent_step_index"], row["prefix_length"] = draw(st.sampled_from(ways))
 
 
-def _bad_routes(row: Row) -> list[Row]:
-    num = len(row["prompt_token_ids"]) + len(row["response_ids"])
-    ways = [(num + 1, 0), (0, 0), (num, -1)]
-    return [{"rollout_expert_indices": [[[0, e], [0, 1]]] * count} for count, e in ways]
+def _bad_logprobs(*bad: float) -> Breaker:
+    every = _replaced([-1.0, -1.0], bad)
+    return in_a_row(rollout_logprobs=every, trainer_logprobs=every)
 
 
-def _bad_metrics(_: Row) -> list[Row]:
-    entry = {"key": "turns", "value": 1.0}
-    bad: list[Any] = [entry | {"key": None}, entry | {"value": None}, None, entry]
-    return [{"metrics": [entry, other]} for other in bad]
+def _segments(*spans: tuple[int, int]) -> list[Row]:
+    return [{"start": start, "length": length, "step_index": 0} for start, length in spans]
 
 
-def _picture(start: int | None, length: int | None, sha256: str | None = None) -> Row:
-    return {"sha256": sha256, "start": start, "length": length}
+def _pictures(*entries: tuple[str | None, int | None, int | None]) -> list[Row]:
+    names = ("sha256", "start", "length")
+    return [dict(zip(names, entry, strict=True)) for entry in entries]
 
 
-def _bad_references(_: Row) -> list[Row]:
-    digest = "0" * 64
-    bad = ["a.png", digest, f"sha256:{digest[1:]}", f"SHA256:{digest}"]
-    return [{"pictures": [_picture(None, None), _picture(None, None, name)]} for name in bad]
-
-
-def _bad_spans(row: Row) -> list[Row]:
-    num, most = len(row["prompt_token_ids"]) + len(row["response_ids"]), 2**31 - 1
-    bad = [(-1, 1), (-1, None), (0, 0), (0, -1), (num, 1), (num, None), (0, num + 1), (None, 1)]
-    bad += [(most, 1), (most, most), (1, most)]
-    ways = [[_picture(None, None), _picture(*span)] for span in bad]
-    ways.append([_picture(0, 1), _picture(None, None), _picture(0, 1)])
-    return [{"pictures": entries} for entries in ways]
-
-
-def _trained_redaction(row: Row) -> list[Row]:
-    num = len(row["response_ids"])
-    every = _replaced([False] * num, lambda _: [True])
-    return [{"loss_mask": [True] * num, "redacted": marks} for marks in every]
-
+_ANSWER = [3] * MIN_ANSWER_TOKENS
+_TEACHER = {"teacher_token_ids": [[1, 2]] * 2, "teacher_logprobs": [[-0.5, -1.0]] * 2}
+_METRIC = {"key": "turns", "value": 1.0}
+_UNKNOWN, _DIGEST, _MOST = (None, None, None), "0" * 64, 2**31 - 1
+_BAD_SPANS = (
+    *((-1, 1), (-1, None), (0, 0), (0, -1), (4, 1), (4, None), (0, 5), (None, 1)),
+    *((_MOST, 1), (_MOST, _MOST), (1, _MOST)),
+)
 
 BREAKERS: dict[str, Breaker] = {
     "unique_trajectory": Breaker(_duplicate),
     "contiguous_trajectory": Breaker(_split),
-    "step_index_sequence": in_a_row(
-        lambda row: [{"step_index": row["step_index"] + more} for more in (1, 7, -9)]
-    ),
+    "step_index_sequence": in_a_row(step_index=[-9, -1, 7, 99]),
     "boundary_alignment": Breaker(_flip_boundary),
-    "final_row_is_last": Breaker(_open_end),
-    "nonempty_prompt": in_a_row(lambda _: [{"prompt_token_ids": []}]),
-    "nonempty_response": in_a_row(lambda _: [{"response_ids": [], "loss_mask": []}]),
-    "lengths_align": in_a_row(_other_lengths, "rollout_logprobs", "sampling_support"),
-    "token_range": in_a_row(_bad_ids, "sampling_support"),
+    "final_row_is_last": Breaker(lambda _, rows: rows[-1].update(is_last_step=False)),
+    "nonempty_prompt": in_a_row(prompt_token_ids=[[]]),
+    "nonempty_response": in_a_row({"loss_mask": []}, response_ids=[[]]),
+    "lengths_align": in_a_row(
+        loss_mask=[[True], [True] * 3],
+        rollout_logprobs=[[-1.0], [-1.0] * 3],
+        sampling_support=[[[3]], [[3], [4], []]],
+    ),
+    "token_range": in_a_row(
+        prompt_token_ids=_replaced([1, 2], (-1, -100)),
+        response_ids=_replaced([3, 4], (-1, -100)),
+        sampling_support=[[[3, -1], [4]], [[3], [4, -100]]],
+    ),
     "mask_trains_something": Breaker(_mask_all),
-    "response_in_prompt": in_a_row(_answer_in_prompt),
+    # The prompt has its response, as in logs that record messages after the call.
+    "response_in_prompt": in_a_row(
+        {"response_ids": _ANSWER, "loss_mask": [True] * len(_ANSWER)},
+        prompt_token_ids=[[*start, *_ANSWER, 1, 2] for start in ([1, 2], [0, 1, 2, 5, 1, 2])],
+    ),
     "logprobs_finite": _bad_logprobs(nan, -inf, inf, -9999.0),
     "logprobs_nonpositive": _bad_logprobs(0.25, 7.0),
-    "versions_of_tokens": in_a_row(_bad_versions, "policy_version", "policy_versions"),
-    "support_has_token": in_a_row(_bad_support, "sampling_support"),
-    "teacher_shape": in_a_row(_bad_teacher, "teacher_token_ids", "teacher_logprobs"),
-    "redacted_untrained": in_a_row(_trained_redaction, "redacted"),
-    "reward_finite": in_a_row(lambda _: [{"reward": nan}, {"reward": inf}], "reward"),
+    "versions_of_tokens": in_a_row(
+        {"policy_version": 5}, policy_versions=[*_replaced([5, 5], (-1, 4)), [9, 9]]
+    ),
+    "support_has_token": in_a_row(
+        sampling_support=[[[3], [5]], [[0], [4]], [[3, 3], [4]], [[3], [1, 4, 1]]]
+    ),
+    "teacher_shape": in_a_row(
+        _TEACHER,
+        teacher_token_ids=_replaced([[1, 2]] * 2, [[1, 1]]),
+        teacher_logprobs=_replaced([[-0.5, -1.0]] * 2, ([-0.5], [0.5, -1.0], [-inf, -1.0])),
+    ),
+    "redacted_untrained": in_a_row(redacted=_replaced([False, False], [True])),
+    "reward_finite": in_a_row(reward=[nan, inf]),
     "reward_matches_rewards": Breaker(_other_sum, ("reward", "rewards")),
     "outcome_on_last_step": Breaker(_early_reward, ("reward",)),
-    "segments_in_range": in_a_row(_bad_segments, "segments"),
+    "segments_in_range": in_a_row(
+        segments=[
+            *(_segments(span) for span in ((0, 3), (-1, 1), (0, 0), (2, 1))),
+            _segments((0, 1), (0, 1)),
+        ]
+    ),
     "prefix_reference": Breaker(_bad_prefix),
-    "routing_shape": in_a_row(_bad_routes, "rollout_expert_indices"),
-    "metrics_keys": in_a_row(_bad_metrics, "metrics"),
-    "picture_reference": in_a_row(_bad_references, "pictures"),
+    "routing_shape": in_a_row(
+        rollout_expert_indices=[[], [[[0, 0], [0, 1]]] * 5, [[[0, -1], [0, 1]]]]
+    ),
+    "metrics_keys": in_a_row(
+        metrics=[
+            [_METRIC, other]
+            for other in (_METRIC | {"key": None}, _METRIC | {"value": None}, None, _METRIC)
+        ]
+    ),
+    "picture_reference": in_a_row(
+        pictures=[
+            _pictures(_UNKNOWN, (name, None, None))
+            for name in ("a.png", _DIGEST, f"sha256:{_DIGEST[1:]}", f"SHA256:{_DIGEST}")
+        ]
+    ),
     # Without pictures in the other rows: their files do not exist, which breaks picture_reference.
-    "picture_spans": in_a_row(_bad_spans),
+    "picture_spans": in_a_row(
+        columns=(),
+        pictures=[
+            *(_pictures(_UNKNOWN, (None, *span)) for span in _BAD_SPANS),
+            _pictures((None, 0, 1), _UNKNOWN, (None, 0, 1)),
+        ],
+    ),
 }

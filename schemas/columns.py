@@ -14,6 +14,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from schemas.tables import table_rows
+
 LOGPROB_SENTINEL = -9999.0
 """vLLM clamps log-probabilities of -inf to this value before it serialises them as JSON."""
 
@@ -45,16 +47,6 @@ class Column:
     length: Length = Length.FREE
 
 
-def optional(name: str, kind: pa.DataType | None, meaning: str) -> Column:
-    """Declare a column that may contain nulls or be absent."""
-    return Column(name, kind, meaning, nullable=True)
-
-
-def per_token(name: str, kind: pa.DataType, meaning: str, *, nullable: bool = True) -> Column:
-    """Declare a list column with one element of type `kind` per response token."""
-    return Column(name, pa.list_(kind), meaning, nullable, Length.RESPONSE)
-
-
 METRICS_TYPE = pa.list_(pa.struct([("key", pa.string()), ("value", pa.float64())]))
 """Type of `metrics`. Not a map, because `datasets`, Daft and other readers do not support maps."""
 
@@ -81,140 +73,102 @@ NUM_ROUTED = "num_routed_tokens"
 TASK = "task_instance_id"
 ROUTING = "list<fixed list<fixed list<int16>>>"
 
-COLUMNS: tuple[Column, ...] = (
-    Column("instance_id", pa.string(), "the task or prompt; identifies the group"),
-    Column("repetition_id", pa.int32(), "index of the attempt, from 0"),
-    Column("trajectory_id", pa.string(), "`{instance_id}_{repetition_id}`, unique"),
-    optional(
-        TASK,
-        pa.string(),
-        "the task, where several groups attempt the same one (`rollouts rl` visits each task once "
-        "in every pass); null: the task is `instance_id`",
-    ),
-    Column(
-        "step_index",
-        pa.int32(),
-        "index of the row in its trajectory, from 0; rows are ordered by their last step",
-    ),
-    Column(
-        "is_last_step",
-        pa.bool_(),
-        "true only on the trajectory's final row, which contains its last step",
-    ),
-    Column(
-        "prompt_token_ids",
-        pa.list_(pa.int32()),
-        "the exact ids of the prompt that the engine received",
-    ),
-    Column(
-        "response_ids",
-        pa.list_(pa.int32()),
-        "the exact ids that the engine sampled; in a merged row, also the tokens between its steps",
-    ),
-    per_token(
-        "loss_mask", pa.bool_(), "true for response tokens that are trained on", nullable=False
-    ),
-    per_token(
-        "redacted",
-        pa.bool_(),
-        "true for sampled tokens whose ids redaction replaced, which are never trained on; null: "
-        "the row was not redacted",
-    ),
-    per_token(
-        "rollout_logprobs",
-        pa.float32(),
-        "the sampler's log-probabilities, nats; 0.0 at tokens that were not sampled",
-    ),
-    per_token(
-        "sampling_support",
-        pa.list_(pa.int32()),
-        "the ids that could have been drawn at each token (after top-k, top-p and min-p), over "
-        "which `rollout_logprobs` are then normalised; empty at tokens that were not sampled; "
-        "null: unknown",
-    ),
-    per_token(
-        "trainer_logprobs",
-        pa.float32(),
-        "log-probabilities under the trainer's policy, as recorded by the trainer, nats; 0.0 at "
-        "tokens without one",
-    ),
-    per_token(
-        "teacher_token_ids",
-        pa.list_(pa.int32()),
-        "a teacher's most likely ids at each token, in place of it; empty where unknown",
-    ),
-    per_token(
-        "teacher_logprobs",
-        pa.list_(pa.float32()),
-        "log-probabilities of `teacher_token_ids` under the teacher, nats",
-    ),
-    optional(
-        "reward",
-        pa.float64(),
-        "the row's scalar reward (for a merged row, the sum); null means unknown, never 0",
-    ),
-    per_token("rewards", pa.float64(), "one reward per response token; sums to `reward`"),
-    optional(
-        "segments",
-        pa.list_(pa.struct(list(SEGMENT_FIELDS))),
-        "the ranges of `response_ids` that were sampled, in order, with the original step "
-        "index; in a merged row, each segment with `joined` is one original step and "
-        "stores the values of that step; null: the entire response is one step",
-    ),
-    optional(
-        "stop_reason", pa.string(), "why sampling ended, as the engine or harness reported it"
-    ),
-    optional(
-        "policy_version",
-        pa.int32(),
-        "version of the weights that sampled the row; if there are several, the oldest",
-    ),
-    per_token(
-        "policy_versions",
-        pa.int32(),
-        "version of the weights that sampled each token, where it may change during a response; "
-        "0 at tokens that were not sampled; null: `policy_version` sampled them all",
-    ),
-    optional("temperature", pa.float32(), "sampling temperature"),
-    optional("top_p", pa.float32(), "nucleus truncation; 1 is off"),
-    optional("top_k", pa.int32(), "top-k truncation; 0 or less is off"),
-    optional(
-        "sampling_extra",
-        pa.string(),
-        "JSON of any other setting that changed the sampled distribution (`min_p`, penalties, "
-        "`logit_bias`, a grammar, ...); null: unknown",
-    ),
-    optional(
-        "rollout_expert_indices",
-        None,
-        "list<fixed list<fixed list<int16, topk>, layers>>: experts chosen for each token of "
-        "prompt + response, or for only the first n (n >= 1)",
-    ),
-    optional(
-        "agent",
-        pa.string(),
-        "which agent made the call, if the harness records it (`main`, `checker`)",
-    ),
-    Column("token_source", pa.string(), "`engine` (exact ids) or `retokenized` (from text)"),
-    optional("error", pa.string(), "why the trajectory failed; null if it did not fail"),
-    optional(
-        "messages",
-        pa.string(),
-        "JSON of the messages that were sent, for people to read; for a re-tokenized row, the "
-        "entire conversation with the model's answers",
-    ),
-    optional(
-        PICTURES,
-        PICTURES_TYPE,
-        "the pictures, documents and recordings in `messages`, in order. `sha256`: `sha256:` and "
-        "the digest of the file in `DS.blobs` (null: the log has only a URL, or it was redacted). "
-        "`start` and `length`: the tokens of prompt + response that stand for the picture (null: "
-        "unknown, or there are none; `length` alone is null in datasets of schema version 1)",
-    ),
-    optional("response_text", pa.string(), "text of the response, for people to read"),
-    optional("metrics", METRICS_TYPE, "environment metrics"),
-    optional("source", pa.string(), "file and position the row was converted from"),
-)
+_TYPES: dict[str, pa.DataType | None] = {
+    "string": pa.string(),
+    "bool": pa.bool_(),
+    "int32": pa.int32(),
+    "int64": pa.int64(),
+    "float": pa.float32(),
+    "double": pa.float64(),
+    "list<struct>": pa.list_(pa.struct(list(SEGMENT_FIELDS))),
+    "list<struct<key, value>>": METRICS_TYPE,
+    "list<struct<sha256, start, length>>": PICTURES_TYPE,
+    ROUTING: None,
+}
+"""Names of types; `list<T>` is a list of one of them."""
+
+
+def _type_of(name: str) -> pa.DataType | None:
+    return _TYPES[name] if name in _TYPES else pa.list_(_type_of(name[len("list<") : -1]))
+
+
+def _name_of(kind: Any) -> str:
+    names = {kind: name for name, kind in _TYPES.items()}
+    return names[kind] if kind in names else f"list<{_name_of(kind.value_type)}>"
+
+
+def columns_of(table: str) -> tuple[Column, ...]:
+    """Return the columns of a table of names, types, whether a column is required, and meanings.
+
+    An `optional` column may contain nulls or be absent. A list `per token` has one element per
+    response token.
+    """
+    return tuple(
+        Column(
+            name,
+            _type_of(kind),
+            meaning,
+            nullable=need.startswith("optional"),
+            length=Length.RESPONSE if need.endswith("per token") else Length.FREE,
+        )
+        for name, kind, need, meaning in table_rows(table)
+    )
+
+
+COLUMNS = columns_of("""
+instance_id | string | required | the task or prompt; identifies the group
+repetition_id | int32 | required | index of the attempt, from 0
+trajectory_id | string | required | `{instance_id}_{repetition_id}`, unique
+task_instance_id | string | optional | the task, where several groups attempt the same one (`rollouts rl` visits each
+    task once in every pass); null: the task is `instance_id`
+step_index | int32 | required | index of the row in its trajectory, from 0; rows are ordered by their last step
+is_last_step | bool | required | true only on the trajectory's final row, which contains its last step
+prompt_token_ids | list<int32> | required | the exact ids of the prompt that the engine received
+response_ids | list<int32> | required | the exact ids that the engine sampled; in a merged row, also the tokens
+    between its steps
+loss_mask | list<bool> | required per token | true for response tokens that are trained on
+redacted | list<bool> | optional per token | true for sampled tokens whose ids redaction replaced, which are never
+    trained on; null: the row was not redacted
+rollout_logprobs | list<float> | optional per token | the sampler's log-probabilities, nats; 0.0 at tokens that were
+    not sampled
+sampling_support | list<list<int32>> | optional per token | the ids that could have been drawn at each token (after
+    top-k, top-p and min-p), over which `rollout_logprobs` are then normalised; empty at tokens that were not sampled;
+    null: unknown
+trainer_logprobs | list<float> | optional per token | log-probabilities under the trainer's policy, as recorded by the
+    trainer, nats; 0.0 at tokens without one
+teacher_token_ids | list<list<int32>> | optional per token | a teacher's most likely ids at each token, in place of
+    it; empty where unknown
+teacher_logprobs | list<list<float>> | optional per token | log-probabilities of `teacher_token_ids` under the
+    teacher, nats
+reward | double | optional | the row's scalar reward (for a merged row, the sum); null means unknown, never 0
+rewards | list<double> | optional per token | one reward per response token; sums to `reward`
+segments | list<struct> | optional | the ranges of `response_ids` that were sampled, in order, with the original step
+    index; in a merged row, each segment with `joined` is one original step and stores the values of that step; null:
+    the entire response is one step
+stop_reason | string | optional | why sampling ended, as the engine or harness reported it
+policy_version | int32 | optional | version of the weights that sampled the row; if there are several, the oldest
+policy_versions | list<int32> | optional per token | version of the weights that sampled each token, where it may
+    change during a response; 0 at tokens that were not sampled; null: `policy_version` sampled them all
+temperature | float | optional | sampling temperature
+top_p | float | optional | nucleus truncation; 1 is off
+top_k | int32 | optional | top-k truncation; 0 or less is off
+sampling_extra | string | optional | JSON of any other setting that changed the sampled distribution (`min_p`,
+    penalties, `logit_bias`, a grammar, ...); null: unknown
+rollout_expert_indices | list<fixed list<fixed list<int16>>> | optional | list<fixed list<fixed list<int16, topk>,
+    layers>>: experts chosen for each token of prompt + response, or for only the first n (n >= 1)
+agent | string | optional | which agent made the call, if the harness records it (`main`, `checker`)
+token_source | string | required | `engine` (exact ids) or `retokenized` (from text)
+error | string | optional | why the trajectory failed; null if it did not fail
+messages | string | optional | JSON of the messages that were sent, for people to read; for a re-tokenized row, the
+    entire conversation with the model's answers
+pictures | list<struct<sha256, start, length>> | optional | the pictures, documents and recordings in `messages`, in
+    order. `sha256`: `sha256:` and the digest of the file in `DS.blobs` (null: the log has only a URL, or it was
+    redacted). `start` and `length`: the tokens of prompt + response that stand for the picture (null: unknown, or
+    there are none; `length` alone is null in datasets of schema version 1)
+response_text | string | optional | text of the response, for people to read
+metrics | list<struct<key, value>> | optional | environment metrics
+source | string | optional | file and position the row was converted from
+""")
 
 TOKEN_SOURCES = ("engine", "retokenized")
 
@@ -270,18 +224,6 @@ def documentation_table(columns: Iterable[Column] = COLUMNS) -> str:
     """Format declared columns as a Markdown table (for docs/table.md and docs/training.md)."""
     lines = ["| column | type | null | length | meaning |", "|---|---|---|---|---|"]
     for c in columns:
-        kind = ROUTING if c.type is None else _type_name(c.type)
         null, length = ("yes" if c.nullable else "no"), c.length.value.replace("free", "")
-        lines.append(f"| {c.name} | {kind} | {null} | {length} | {c.meaning} |")
+        lines.append(f"| {c.name} | {_name_of(c.type)} | {null} | {length} | {c.meaning} |")
     return "\n".join(lines) + "\n"
-
-
-def _type_name(kind: pa.DataType) -> str:
-    if kind == METRICS_TYPE:
-        return "list<struct<key, value>>"
-    if kind == PICTURES_TYPE:
-        return "list<struct<sha256, start, length>>"
-    if pa.types.is_list(kind):
-        inner = kind.value_type
-        return "list<struct>" if pa.types.is_struct(inner) else f"list<{_type_name(inner)}>"
-    return str(kind)

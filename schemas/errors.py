@@ -17,14 +17,12 @@ is cut: half a secret is recognised by no scanner, and tells most of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
-_BRIEF = 72  # maximum length of a reason in a list of reasons
-_MOST_RULES = 4
 _FIELDS = ("rule", "where", "got", "expected", "hint")
 
 
@@ -87,18 +85,15 @@ class RolloutError(ValueError):
         if message is not None:
             named = self.where and self.where in message
             message = message.replace(self.where, where, 1) if named else f"{where}: {message}"
-        return self._changed(where=where, hint=hint or self.hint, message=message)
+        return self.changed(where=where, hint=hint or self.hint, message=message)
 
-    def _changed(self, **values: Any) -> Self:
+    def changed(self, **values: Any) -> Self:
+        """Return a copy of the error with other attributes."""
         error = copy(self)
         vars(error).update(values)
         error.args = tuple(getattr(error, name) for name in _FIELDS)
         error.__notes__ = [f"Hint: {error.hint}"] if error.hint else []
         return error
-
-    def with_got(self, got: str) -> Self:
-        """Return an error of the same rule, place and hint that says what else was found."""
-        return type(self)(self.rule, self.where, got, hint=self.hint)
 
     def fields(self) -> dict[str, str | None]:
         """Return the structured fields and the message, for JSON."""
@@ -125,10 +120,8 @@ class MissingExtra(RolloutError):
     """An optional package is not installed; the hint is the command that installs it."""
 
 
-_KINDS = {
-    kind.__name__: kind
-    for kind in (InvariantError, InputError, ConfigError, EngineError, MissingExtra, RolloutError)
-}
+_KINDS: dict[str, type[RolloutError]] = {k.__name__: k for k in RolloutError.__subclasses__()}
+_KINDS["RolloutError"] = RolloutError
 
 
 def encode(error: RolloutError) -> dict[str, str | None]:
@@ -141,46 +134,6 @@ def decode(encoded: Mapping[str, Any]) -> RolloutError:
     """Rebuild an error from the output of `encode`."""
     fields = [encoded[name] for name in _FIELDS]
     return _KINDS[encoded["kind"]](*fields, message=encoded["message"])
-
-
-def raise_first(
-    errors: Sequence[RolloutError], more: str | None = None, hint: str = ""
-) -> NoReturn:
-    """Raise the first error, and count the other rejected records by rule in its message.
-
-    Args:
-        errors: One error per rejected record; at least one.
-        more: The number of other rejected records as text, such as "2 more files"; if None, it is
-            derived from the number of errors.
-        hint: Text to append to the hint of the first error.
-    """
-    first = errors[0]._changed(hint="; ".join(filter(None, (errors[0].hint, hint))) or None)
-    if errors[1:]:
-        more = count(len(errors) - 1, "more record") if more is None else more
-        first.message = f"{first.sentence[:-1]} (and {more} rejected: {reasons_of(errors[1:])})."
-    raise first
-
-
-def reasons_of(errors: Sequence[RolloutError]) -> str:
-    """Summarise errors: the count of each rule, with a short reason from its first error.
-
-    Example:
-        >>> reasons_of([InputError("json_line", "a:3", "an open bracket")] * 2)
-        '2 [json_line] an open bracket'
-    """
-    by_rule: dict[str, list[RolloutError]] = {}
-    for error in errors:
-        by_rule.setdefault(error.rule, []).append(error)
-    ordered = sorted(by_rule.items(), key=lambda item: -len(item[1]))
-    texts = [f"{len(same):,} [{rule}] {_brief(same[0])}" for rule, same in ordered[:_MOST_RULES]]
-    if len(ordered) > _MOST_RULES:
-        texts.append(f"{sum(len(same) for _, same in ordered[_MOST_RULES:]):,} for other reasons")
-    return "; ".join(texts)
-
-
-def _brief(error: RolloutError) -> str:
-    """Return the reason of an error, shortened and without its location."""
-    return shortened(" ".join(cleaned(error.got).split()) or error.sentence, _BRIEF)
 
 
 def shortened(text: str, num_chars: int) -> str:

@@ -6,6 +6,7 @@ import ast
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -71,21 +72,17 @@ def exports(
         file: Its `__file__`.
         names: Its `__all__`.
     """
-    module_of: dict[str, str] = {}
 
-    def read() -> dict[str, str]:
-        if not module_of:
-            for block in ast.parse(Path(file).read_text(encoding="utf-8")).body:
-                if isinstance(block, ast.If):
-                    for line in block.body:
-                        assert isinstance(line, ast.ImportFrom)
-                        assert line.module is not None
-                        module_of.update(dict.fromkeys((n.name for n in line.names), line.module))
-        return module_of
+    @cache
+    def module_of() -> dict[str, str]:
+        blocks = ast.parse(Path(file).read_text(encoding="utf-8")).body
+        lines = [line for block in blocks if isinstance(block, ast.If) for line in block.body]
+        imports = [line for line in lines if isinstance(line, ast.ImportFrom)]
+        return {n.name: line.module or "" for line in imports for n in line.names}
 
     def load(name: str) -> Any:
-        if name not in names or name not in read():
+        if name not in names or name not in module_of():
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(module_of[name]), name)
+        return getattr(importlib.import_module(module_of()[name]), name)
 
     return load, lambda: names

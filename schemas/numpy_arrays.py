@@ -18,44 +18,32 @@ if TYPE_CHECKING:
     import polars as pl
 
 
-def to_numpy(column: pa.Array | pa.ChunkedArray) -> npt.NDArray[Any]:
+def to_numpy(column: pa.Array | pa.ChunkedArray, fill: float | None = None) -> npt.NDArray[Any]:
     """Convert a column of numbers or booleans to NumPy, like `column.to_numpy()`.
 
-    Nulls become NaN, or None in a boolean column. A single chunk of numbers without nulls is not
-    copied.
+    Nulls become `fill` in the dtype of the column; without it, NaN, or None in a boolean column. A
+    single chunk of numbers without nulls is not copied.
     """
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
-    arrays = [
-        _series(chunk).to_numpy()
-        if chunk.null_count or not _is_plain(chunk.type)
-        else _slots(chunk)
-        for chunk in chunks
-    ]
-    if len(arrays) == 1:
-        only: npt.NDArray[Any] = arrays[0]
-        return only
-    return np.concatenate(arrays) if arrays else _series(column).to_numpy()
+    arrays = [_chunk(chunk, fill) for chunk in chunks] or [_chunk(column, fill)]
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def filled(column: pa.Array | pa.ChunkedArray, value: float) -> npt.NDArray[Any]:
     """Convert a column like `to_numpy`, but replace nulls with `value` and keep the dtype."""
-    if not column.null_count:
-        return to_numpy(column)
-    chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
-    return np.concatenate([_filled_chunk(chunk, value) for chunk in chunks])
+    return to_numpy(column, value)
 
 
-def _filled_chunk(chunk: pa.Array, value: float) -> npt.NDArray[Any]:
-    if not _is_plain(chunk.type):
-        return _series(chunk).fill_null(value).to_numpy()
-    slots, validity = _slots(chunk), chunk.buffers()[0]
-    fill = slots.dtype.type(value)
-    return slots if validity is None else np.where(_bits(validity, chunk), slots, fill)
-
-
-def _is_plain(kind: pa.DataType) -> bool:
+def _chunk(chunk: pa.Array, fill: float | None) -> npt.NDArray[Any]:
     kinds = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
-    return any(is_kind(kind) for is_kind in kinds)
+    is_plain = len(chunk) > 0 and any(is_kind(chunk.type) for is_kind in kinds)
+    if not is_plain or (fill is None and chunk.null_count):
+        series = _series(chunk)
+        return (series if fill is None else series.fill_null(fill)).to_numpy()
+    slots = _slots(chunk)
+    if not chunk.null_count:
+        return slots
+    return np.where(_bits(chunk.buffers()[0], chunk), slots, slots.dtype.type(fill))
 
 
 def _slots(chunk: pa.Array) -> npt.NDArray[Any]:
@@ -105,9 +93,7 @@ def to_frame(columns: Mapping[str, pa.Array | pa.ChunkedArray]) -> pl.DataFrame:
     """Build a polars frame from Arrow columns (NumPy arrays would make polars import `numpy.ma`)."""
     import polars as pl
 
-    frame = pl.from_arrow(pa.table(dict(columns)))
-    assert isinstance(frame, pl.DataFrame)
-    return frame
+    return pl.DataFrame(pa.table(dict(columns)))
 
 
 def empty_table(schema: pa.Schema) -> pa.Table:
@@ -118,6 +104,4 @@ def empty_table(schema: pa.Schema) -> pa.Table:
 def _series(column: pa.Array | pa.ChunkedArray) -> pl.Series:
     import polars as pl
 
-    series = pl.from_arrow(column)
-    assert isinstance(series, pl.Series)
-    return series
+    return pl.Series(column)

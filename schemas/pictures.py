@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from schemas.columns import PICTURES, PICTURES_TYPE
-from schemas.numpy_arrays import filled, to_arrow, to_numpy
+from schemas.numpy_arrays import to_arrow, to_numpy
 from schemas.ragged import IntArray, Ragged, list_lengths, ranges, relisted
 from schemas.types import cast_column
 
@@ -80,23 +80,6 @@ def pictures_of(table: pa.Table) -> pa.ChunkedArray | None:
     """Return the column `pictures` of a table; None if there is none, or it is null in all rows."""
     column = table.column(PICTURES) if PICTURES in table.column_names else None
     return None if column is None or column.null_count == len(column) else column
-
-
-def picture_lengths(table: pa.Table) -> tuple[IntArray, pa.Array]:
-    """Return the number of pictures of each row, [N], and of their tokens, [N] int64.
-
-    The number of tokens is null where that of a picture is unknown.
-    """
-    pictures = pictures_of(table)
-    if pictures is None:
-        return np.zeros(table.num_rows, np.int64), to_arrow(np.zeros(table.num_rows, np.int64))
-    counts = list_lengths(pictures)
-    row = np.repeat(np.arange(len(counts)), counts)
-    lengths = pc.struct_field(pc.list_flatten(cast_column(pictures, PICTURES_TYPE)), "length")
-    filled_lengths = filled(lengths, 0)
-    sums = np.bincount(row, filled_lengths, len(counts)).astype(np.int64)
-    unknown = np.bincount(row, to_numpy(lengths.is_null()), len(counts)) > 0
-    return counts, to_arrow(sums, mask=unknown)
 
 
 class Spans:

@@ -12,7 +12,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas.columns import routing_type
 from schemas.numpy_arrays import filled, to_arrow, to_numpy
 
 IntArray = npt.NDArray[np.int64]
@@ -66,20 +65,23 @@ class Ragged:
 
     def take(self, rows: IntArray) -> Ragged:
         """Return the rows with the given indices, in that order."""
-        valid = self.valid[rows]
-        joined = _as_bytes(self).take(to_arrow(rows))
-        return _of_bytes(joined, self.lengths[rows], valid, self.values.dtype)
+        joined = self.as_bytes().take(to_arrow(rows))
+        return _of_bytes(joined, self.lengths[rows], self.valid[rows], self.values.dtype)
+
+    def as_bytes(self) -> pa.Array:
+        """View the rows as byte strings, [N]: Arrow copies these row by row, but lists by element."""
+        validity = None if self.valid.all() else to_arrow(self.valid).buffers()[1]
+        values = np.ascontiguousarray(self.values)
+        buffers = [validity, pa.py_buffer(self.offsets * values.itemsize), pa.py_buffer(values)]
+        return pa.Array.from_buffers(pa.large_binary(), len(self.valid), buffers)
 
     def to_arrow(self, element_type: pa.DataType) -> pa.Array:
         """Convert to an Arrow list array (large if 32-bit offsets do not suffice)."""
         mask = None if self.valid.all() else to_arrow(~self.valid)
         values = to_arrow(self.values, element_type)
         if self.offsets[-1] > np.iinfo(np.int32).max:
-            kind = pa.large_list(element_type)
-            offsets = to_arrow(self.offsets)
-            return pa.LargeListArray.from_arrays(offsets, values, type=kind, mask=mask)
-        offsets = to_arrow(self.offsets, pa.int32())
-        return pa.ListArray.from_arrays(offsets, values, type=pa.list_(element_type), mask=mask)
+            return pa.LargeListArray.from_arrays(to_arrow(self.offsets), values, mask=mask)
+        return pa.ListArray.from_arrays(to_arrow(self.offsets, pa.int32()), values, mask=mask)
 
 
 def list_lengths(column: pa.Array | pa.ChunkedArray) -> IntArray:
@@ -156,24 +158,16 @@ def zipped(*parts: Ragged) -> Ragged:
         >>> zipped(a, b).values.tolist()
         [1, 7, 2, 3]
     """
-    rows = map(_as_bytes, parts)
+    rows = map(Ragged.as_bytes, parts)
     joined = pc.binary_join_element_wise(*rows, _no_bytes(), null_handling="skip")
     lengths = np.sum([np.where(part.valid, part.lengths, 0) for part in parts], axis=0)
     valid = np.logical_or.reduce([part.valid for part in parts])
     return _of_bytes(joined, lengths, valid, parts[0].values.dtype)
 
 
-def _as_bytes(column: Ragged) -> pa.Array:
-    """[N] View the rows as byte strings: Arrow copies these row by row, but lists by element."""
-    validity = None if column.valid.all() else to_arrow(column.valid).buffers()[1]
-    values = np.ascontiguousarray(column.values)
-    buffers = [validity, pa.py_buffer(column.offsets * values.itemsize), pa.py_buffer(values)]
-    return pa.Array.from_buffers(pa.large_binary(), len(column.valid), buffers)
-
-
 def _no_bytes() -> pa.Scalar:
     # `pa.scalar` would import pandas.
-    return _as_bytes(Ragged(np.empty(0, np.uint8), np.zeros(2, np.int64), np.ones(1, np.bool_)))[0]
+    return Ragged(np.empty(0, np.uint8), np.zeros(2, np.int64), np.ones(1, np.bool_)).as_bytes()[0]
 
 
 def _of_bytes(rows: pa.Array, lengths: IntArray, valid: BoolArray, dtype: np.dtype[Any]) -> Ragged:
@@ -186,8 +180,7 @@ def ragged_array(
     rows: Sequence[npt.NDArray[Any] | array[float] | None], kind: pa.DataType
 ) -> pa.Array:
     """Return a list array of type `kind` from one 1-D array per row; None becomes null."""
-    lengths = [0 if row is None else len(row) for row in rows]
-    offsets = offsets_of(np.array(lengths, np.int64))
+    offsets = offsets_of(np.array([0 if row is None else len(row) for row in rows], np.int64))
     present = [row for row in rows if row is not None]
     values = _joined(present) if present else np.zeros(0, kind.value_type.to_pandas_dtype())
     valid = np.array([row is not None for row in rows], np.bool_)
@@ -206,10 +199,7 @@ def routing_array(rows: Sequence[npt.NDArray[Any] | None], num_layers: int, topk
     """Return `rollout_expert_indices` from one [tokens, num_layers, topk] array or None per row."""
     flat = [np.zeros(0, np.int16), *(row.reshape(-1) for row in rows if row is not None)]
     values = to_arrow(np.concatenate(flat).astype(np.int16))
-    values = pa.FixedSizeListArray.from_arrays(values, topk)
-    values = pa.FixedSizeListArray.from_arrays(values, num_layers)
-    lengths = [0 if row is None else len(row) for row in rows]
-    offsets = to_arrow(offsets_of(np.array(lengths, np.int64)), pa.int32())
-    mask = to_arrow(np.array([row is None for row in rows], np.bool_))
-    kind = routing_type(num_layers, topk)
-    return pa.ListArray.from_arrays(offsets, values, type=kind, mask=mask)
+    for size in (topk, num_layers):
+        values = pa.FixedSizeListArray.from_arrays(values, size)
+    tokens = [None if row is None else np.zeros(len(row), np.int16) for row in rows]
+    return relisted(ragged_array(tokens, pa.list_(pa.int16())), values)

@@ -25,58 +25,42 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from schemas.columns import Column, optional, per_token
+from schemas.columns import columns_of
 
 TOKENS = "tokens"
 """Directory of the token records in a run."""
 PREFIX, SUFFIX = "global_step_", ".parquet"
-_ROW = (
-    Column("instance_id", pa.string(), "group of the row"),
-    Column("trajectory_id", pa.string(), "trajectory of the row"),
-    Column("step_index", pa.int32(), "index of the row in its trajectory"),
-)
+_ROW = columns_of("""
+instance_id | string | required | group of the row
+trajectory_id | string | required | trajectory of the row
+step_index | int32 | required | index of the row in its trajectory
+""")
 
-TOKEN_RECORD_COLUMNS: tuple[Column, ...] = (
-    Column("dataset", pa.string(), "path of the dataset, as configured"),
+TOKEN_RECORD_COLUMNS = (
+    *columns_of("""
+dataset | string | required | path of the dataset, as configured
+"""),
     *_ROW,
-    Column(
-        "row_digest",
-        pa.int64(),
-        "digest of the stored row, to detect a dataset whose row has changed",
-    ),
-    per_token("loss_mask", pa.bool_(), "true for targets of this update", nullable=False),
-    per_token("advantages", pa.float32(), "advantage; null if the loss does not use advantages"),
-    per_token("weights", pa.float32(), "weight of the target's loss, from `loss.reduction`"),
-    per_token(
-        "old_logprobs",
-        pa.float32(),
-        "log-probability under the policy at the start of the batch, nats; null if unused",
-    ),
-    per_token("logprobs", pa.float32(), "log-probability under the policy before this step, nats"),
-    per_token(
-        "ref_logprobs",
-        pa.float32(),
-        "log-probability under the reference, nats; null without a KL divergence",
-    ),
-    per_token(
-        "importance_weights",
-        pa.float32(),
-        "exp(logprobs - old_logprobs), with the exponent clamped to +-20",
-    ),
-    per_token(
-        "correction_weights",
-        pa.float32(),
-        "factor that corrects for sampler mismatch; 0 where rejected, null without correction",
-    ),
-    per_token("entropy", pa.float32(), "entropy of the policy's distribution, nats"),
-    per_token(
-        "losses",
-        pa.float32(),
-        "loss before `weights`, including correction, KL and entropy terms: the sum of"
-        " weights x losses over all targets is the update's `loss`",
-    ),
-    per_token("clipped", pa.bool_(), "true if the policy loss clipped the target"),
-    per_token("rejected", pa.bool_(), "true if the correction masked the target"),
+    *columns_of("""
+row_digest | int64 | required | digest of the stored row, to detect a dataset whose row has changed
+loss_mask | list<bool> | required per token | true for targets of this update
+advantages | list<float> | optional per token | advantage; null if the loss does not use advantages
+weights | list<float> | optional per token | weight of the target's loss, from `loss.reduction`
+old_logprobs | list<float> | optional per token | log-probability under the policy at the start of the batch, nats;
+    null if unused
+logprobs | list<float> | optional per token | log-probability under the policy before this step, nats
+ref_logprobs | list<float> | optional per token | log-probability under the reference, nats; null without a KL
+    divergence
+importance_weights | list<float> | optional per token | exp(logprobs - old_logprobs), with the exponent clamped to
+    +-20
+correction_weights | list<float> | optional per token | factor that corrects for sampler mismatch; 0 where rejected,
+    null without correction
+entropy | list<float> | optional per token | entropy of the policy's distribution, nats
+losses | list<float> | optional per token | loss before `weights`, including correction, KL and entropy terms: the sum
+    of weights x losses over all targets is the update's `loss`
+clipped | list<bool> | optional per token | true if the policy loss clipped the target
+rejected | list<bool> | optional per token | true if the correction masked the target
+"""),
 )
 """Columns of a token-record file, declared like the columns of the rollout table."""
 
@@ -128,36 +112,38 @@ NO_FAULT = ("as_labelled", *UNDECIDED)
 """Kinds of verdicts that are not faults. All other kinds are, even if unknown to this version."""
 
 
-VERDICT_COLUMNS: tuple[Column, ...] = (
-    Column("dataset", pa.string(), "path of the dataset, as specified"),
+VERDICT_COLUMNS = (
+    *columns_of("""
+dataset | string | required | path of the dataset, as specified
+"""),
     *_ROW,
-    Column("num_response_tokens", pa.int32(), "number of tokens in the row's `response_ids`"),
-    Column("row_digest", pa.int64(), "digest of the stored row"),
-    Column("span", pa.int32(), "index of the span in its row, from 0"),
-    Column("start", pa.int32(), "position of the span's first token"),
-    Column("end", pa.int32(), "position after the span's last token"),
-    Column("num_tokens", pa.int32(), "tokens that were compared"),
-    Column("kind", pa.string(), "the fault, or `as_labelled`"),
-    optional("labelled_version", pa.int32(), "`policy_version` of the row"),
-    optional("best_version", pa.int32(), "best-fitting version; for a swap, the version before"),
-    optional("best_weights", pa.string(), "path of these weights"),
-    optional("second_version", pa.int32(), "version after a swap"),
-    optional("swap_position", pa.int32(), "position of the first token after a swap"),
-    optional("labelled_temperature", pa.float32(), "`temperature` of the row"),
-    optional("best_temperature", pa.float32(), "temperature that fits best"),
-    optional("best_top_p", pa.float32(), "top-p that fits best"),
-    optional("best_top_k", pa.int32(), "top-k that fits best; 0 is off"),
-    optional("best_min_p", pa.float32(), "min-p that fits best; 0 is off"),
-    optional("offset", pa.int32(), "tokens by which the log-probabilities are shifted"),
-    optional(
-        "log_likelihood_ratio", pa.float64(), "evidence for the verdict against the label, nats"
-    ),
-    optional("margin", pa.float64(), "evidence for the best version against the next-best, nats"),
-    optional("next_version", pa.int32(), "next-best version"),
-    optional("num_decisive", pa.int32(), "tokens that favour one side by more than 0.5 nats"),
-    optional("noise_scale", pa.float64(), "noise of the span relative to the dataset's noise"),
-    optional("mean_difference", pa.float64(), "mean absolute difference from the best fit, nats"),
-    optional("reason", pa.string(), "explanation of the finding"),
+    *columns_of("""
+num_response_tokens | int32 | required | number of tokens in the row's `response_ids`
+row_digest | int64 | required | digest of the stored row
+span | int32 | required | index of the span in its row, from 0
+start | int32 | required | position of the span's first token
+end | int32 | required | position after the span's last token
+num_tokens | int32 | required | tokens that were compared
+kind | string | required | the fault, or `as_labelled`
+labelled_version | int32 | optional | `policy_version` of the row
+best_version | int32 | optional | best-fitting version; for a swap, the version before
+best_weights | string | optional | path of these weights
+second_version | int32 | optional | version after a swap
+swap_position | int32 | optional | position of the first token after a swap
+labelled_temperature | float | optional | `temperature` of the row
+best_temperature | float | optional | temperature that fits best
+best_top_p | float | optional | top-p that fits best
+best_top_k | int32 | optional | top-k that fits best; 0 is off
+best_min_p | float | optional | min-p that fits best; 0 is off
+offset | int32 | optional | tokens by which the log-probabilities are shifted
+log_likelihood_ratio | double | optional | evidence for the verdict against the label, nats
+margin | double | optional | evidence for the best version against the next-best, nats
+next_version | int32 | optional | next-best version
+num_decisive | int32 | optional | tokens that favour one side by more than 0.5 nats
+noise_scale | double | optional | noise of the span relative to the dataset's noise
+mean_difference | double | optional | mean absolute difference from the best fit, nats
+reason | string | optional | explanation of the finding
+"""),
 )
 """Columns of a table of verdicts, declared like the columns of the rollout table."""
 
@@ -165,23 +151,19 @@ VERDICT_COLUMNS: tuple[Column, ...] = (
 BLAME = "blame"
 """Directory of these tables in a run: `RUN/blame/*.parquet`."""
 
-UPDATE_SHARE_COLUMNS: tuple[Column, ...] = (
-    Column("run", pa.string(), "directory of the run, as specified"),
-    Column("global_step", pa.int32(), "number of the update"),
-    Column("dataset", pa.string(), "path of the dataset, as configured"),
+UPDATE_SHARE_COLUMNS = (
+    *columns_of("""
+run | string | required | directory of the run, as specified
+global_step | int32 | required | number of the update
+dataset | string | required | path of the dataset, as configured
+"""),
     *_ROW,
-    Column("row_digest", pa.int64(), "digest of the stored row"),
-    Column(
-        "share",
-        pa.float64(),
-        "the row's share of the update; the shares of all rows sum to 1, and a row that pulls"
-        " against the step has a negative share",
-    ),
-    per_token(
-        "token_shares",
-        pa.float32(),
-        "each response token's share of the update, null where the token is not a target;"
-        " sums to `share`",
-    ),
+    *columns_of("""
+row_digest | int64 | required | digest of the stored row
+share | double | required | the row's share of the update; the shares of all rows sum to 1, and a row that pulls
+    against the step has a negative share
+token_shares | list<float> | optional per token | each response token's share of the update, null where the token is
+    not a target; sums to `share`
+"""),
 )
 """Columns of such a table, declared like the columns of the rollout table."""

@@ -20,21 +20,18 @@ from schemas.columns import (
     COLUMN_BY_NAME,
     COLUMNS,
     PICTURES,
-    SEGMENT_FIELDS,
     arrow_schema,
     routing_type,
 )
-from schemas.rules import RULES
 from schemas.types import PREFIX_TYPES
 
 NUM_LAYERS, TOPK, VOCAB_SIZE = 2, 2, 8
-LONGEST_PART = 5
 
 OPTIONAL_COLUMNS = tuple(c.name for c in COLUMNS if c.nullable)
 USER_FIELD = pa.field("difficulty", pa.float64())
 
 _HALVES = st.integers(-4, 4).map(lambda n: n / 2)
-_TOKENS = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=LONGEST_PART)
+_TOKENS = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=5)
 _LOGPROBS = st.floats(-50.0, 0.0, width=32)
 _PER_TRAJECTORY = ("temperature", "top_p", "top_k", "sampling_extra", "agent")  # mostly
 _CHAT = [
@@ -49,17 +46,16 @@ _CHAT = [
 _ENTRIES = st.builds(
     lambda k, v: {"key": k, "value": v}, st.sampled_from(["calls", "score"]), _HALVES
 )
-_DRAWN: dict[str, st.SearchStrategy[Any]] = {
+_FLOATS = st.sampled_from([0.5, 1.0])
+_DRAWN: dict[str | pa.DataType, st.SearchStrategy[Any]] = {
     "messages": st.integers(1, len(_CHAT)).map(lambda num: json.dumps(_CHAT[:num])),
     "metrics": st.lists(_ENTRIES, max_size=2, unique_by=lambda entry: entry["key"]),
+    pa.string(): st.sampled_from(["", "a", "stop", "[]", '{"k": 1}']),
+    pa.int32(): st.integers(0, 3),
+    pa.float32(): _FLOATS,
+    pa.float64(): _FLOATS,
 }
-
-
-def values_of(kind: pa.DataType) -> st.SearchStrategy[Any]:
-    """Draw values of a declared Arrow type from a small set, so that neighbours are often equal."""
-    if pa.types.is_string(kind):
-        return st.sampled_from(["", "a", "stop", "[]", '{"k": 1}'])
-    return st.integers(0, 3) if pa.types.is_integer(kind) else st.sampled_from([0.5, 1.0])
+"""Values by column, or by type: from small sets, so that neighbours are often equal."""
 
 
 @st.composite
@@ -107,7 +103,6 @@ def rollout_tables(
             row["trajectory_id"] = f"{instance}_{repetition}"
             row[USER_FIELD.name] = draw(st.none() | _HALVES)
         rows += steps
-    _train_something(rows)
     return table_of(rows, optional, user_column=user)
 
 
@@ -119,7 +114,6 @@ def broken_tables(draw: Draw, rule: str) -> pa.Table:
         draw: Supplied by Hypothesis.
         rule: A key of `schemas.RULES`.
     """
-    assert rule in RULES, rule
     if rule == "columns_and_types":
         return break_types(draw, draw(rollout_tables(min_trajectories=1, pictures=False)))
     assert rule in BREAKERS, f"{rule} has no entry in BREAKERS of schemas/breakers.py"
@@ -176,7 +170,7 @@ def _step(
         "is_last_step": False,
         "prompt_token_ids": prompt,
         "response_ids": response,
-        "loss_mask": draw(st.lists(st.booleans(), min_size=num, max_size=num)),
+        "loss_mask": [i == 0 or draw(st.booleans()) for i in range(num)],
         "token_source": draw(st.sampled_from(["engine", "engine", "engine", "retokenized"])),
     }
     for column in COLUMNS:
@@ -208,7 +202,7 @@ def _per_token(draw: Draw, row: Row, optional: tuple[str, ...], *, failed: bool)
         columns["teacher_token_ids"] = ids = _sets(draw, row["response_ids"])
         columns["teacher_logprobs"] = [[draw(_LOGPROBS) for _ in set_ids] for set_ids in ids]
     if "redacted" in present:
-        columns["redacted"] = marks = per_token(st.booleans())
+        columns["redacted"] = marks = [i > 0 and draw(st.booleans()) for i in range(num)]
         pairs = zip(row["loss_mask"], marks, strict=True)
         columns["loss_mask"] = [trains and not mark for trains, mark in pairs]
     columns["reward"] = draw(_HALVES) if "reward" in present and not failed else None
@@ -221,7 +215,9 @@ def _per_token(draw: Draw, row: Row, optional: tuple[str, ...], *, failed: bool)
         columns["segments"] = _segments(draw, num, row["step_index"])
     total = num + len(row["prompt_token_ids"])
     if "rollout_expert_indices" in present and total:
-        columns["rollout_expert_indices"] = _routes(draw, draw(st.integers(1, total)))
+        num_routed, expert = draw(st.integers(1, total)), draw(st.integers(0, 3))
+        routes = [[[expert, (t + i) % 4] for i in range(NUM_LAYERS)] for t in range(num_routed)]
+        columns["rollout_expert_indices"] = routes
     return columns
 
 
@@ -246,11 +242,10 @@ def _prompt(draw: Draw, earlier: list[Row]) -> tuple[list[int], list[Row]]:
 def _segments(draw: Draw, num_tokens: int, step_index: int) -> list[Row]:
     start = draw(st.integers(0, num_tokens - 1))
     length = draw(st.integers(1, num_tokens - start))
-    names = [f.name for f in SEGMENT_FIELDS]
-    spans = [(start, length, step_index)]
+    spans = [{"start": start, "length": length, "step_index": step_index}]
     if start + length < num_tokens and draw(st.booleans()):
-        spans.append((start + length, 1, step_index + 1))
-    return [dict(zip(names, span, strict=True)) for span in spans]
+        spans.append({"start": start + length, "length": 1, "step_index": step_index + 1})
+    return spans
 
 
 def _sets(draw: Draw, response: list[int]) -> list[list[int]]:
@@ -260,16 +255,10 @@ def _sets(draw: Draw, response: list[int]) -> list[list[int]]:
     return [ids if draw(st.integers(0, 4)) else [] for ids in sets]
 
 
-def _routes(draw: Draw, num_tokens: int) -> list[list[list[int]]]:
-    expert = draw(st.integers(0, 3))
-    return [[[expert, (t + layer) % 4] for layer in range(NUM_LAYERS)] for t in range(num_tokens)]
-
-
 def _pictures(draw: Draw, before: list[Row], num_tokens: int) -> list[Row]:
     """Draw entries with ascending spans; some without a span, some without a digest."""
     first = max((p["start"] + p["length"] for p in before if p["start"] is not None), default=0)
-    cuts = st.lists(st.integers(first, num_tokens), max_size=4, unique=True).map(sorted)
-    bounds = draw(cuts)
+    bounds = sorted(draw(st.lists(st.integers(first, num_tokens), max_size=4, unique=True)))
     spans: list[Any] = [(a, b - a) for a, b in zip(bounds[::2], bounds[1::2], strict=False)]
     if draw(st.integers(0, 3)) == 0:
         spans.insert(draw(st.integers(0, len(spans))), (None, None))
@@ -280,10 +269,8 @@ def _pictures(draw: Draw, before: list[Row], num_tokens: int) -> list[Row]:
 def _nullable_value(draw: Draw, name: str) -> Any:
     if name in _DRAWN:
         return draw(st.none() | _DRAWN[name])
-    kind = COLUMN_BY_NAME[name].type
-    if pa.types.is_list(kind):
-        return None
-    return draw(st.none() | values_of(kind)) if draw(st.booleans()) else None
+    values = _DRAWN.get(COLUMN_BY_NAME[name].type)
+    return None if values is None or not draw(st.booleans()) else draw(st.none() | values)
 
 
 def _carry_outcome(rows: list[Row]) -> None:
@@ -293,11 +280,3 @@ def _carry_outcome(rows: list[Row]) -> None:
         for row in rows[:-1]:
             row["rewards"] = None if row["rewards"] is None else [0.0] * len(row["rewards"])
             row["reward"] = None if row["reward"] is None else 0.0
-
-
-def _train_something(rows: list[Row]) -> None:
-    for row in rows:
-        if row["loss_mask"]:
-            row["loss_mask"][0] = True
-            if row.get("redacted"):
-                row["redacted"][0] = False

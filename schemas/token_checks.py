@@ -1,23 +1,24 @@
-"""Checks of columns by token: log-probabilities, versions, and sets of ids with their probabilities."""
+"""Checks of columns by token: ids, log-probabilities, versions, and sets of ids with their probabilities."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import polars as pl
 import pyarrow.compute as pc
 
 from schemas.columns import LOGPROB_SENTINEL
 from schemas.numpy_arrays import filled, to_numpy
 from schemas.ragged import BoolArray, IntArray, list_lengths, offsets_of, rows_of
-from schemas.view import CONTAINS, View
+from schemas.view import View
+
+SUPPORT = "sampling_support"
+TEACHER_IDS, TEACHER_LOGPROBS = "teacher_token_ids", "teacher_logprobs"
 
 
-def check_logprobs(view: View) -> Iterator[pl.DataFrame]:
+def check_logprobs(view: View) -> None:
     """Check logprobs_finite and logprobs_nonpositive."""
     for name in filter(view.has, ("rollout_logprobs", "trainer_logprobs")):
         values = view.ragged(name).values
@@ -27,48 +28,60 @@ def check_logprobs(view: View) -> Iterator[pl.DataFrame]:
         with np.errstate(invalid="ignore"):
             bad = ~np.isfinite(values) | (values <= LOGPROB_SENTINEL)
             positive = (values > 0) & ~bad
-        yield first_elements(view, "logprobs_finite", name, bad, "finite values above -9999")
-        yield first_elements(view, "logprobs_nonpositive", name, positive, "values <= 0")
+        report_elements(view, "logprobs_finite", name, bad)
+        report_elements(view, "logprobs_nonpositive", name, positive)
 
 
-def check_versions(view: View) -> Iterator[pl.DataFrame]:
+def check_versions(view: View) -> None:
     """Check versions_of_tokens: versions are >= 0, and the oldest is the row's `policy_version`."""
-    rule, name = "versions_of_tokens", "policy_versions"
+    name = "policy_versions"
     column = view.ragged(name)
-    values, lengths = column.values, column.lengths
-    yield first_elements(view, rule, name, values < 0, "versions >= 0")
-    if not view.has("policy_version"):
-        return
-    oldest = filled(view.table.column("policy_version"), -1).astype(np.int64)
-    row = rows_of(lengths)
+    values, row = column.values, rows_of(column.lengths)
+    report_elements(view, "versions_of_tokens.negative", name, values < 0)
+    oldest = filled(view.column("policy_version"), -1).astype(np.int64)
 
     def some(is_so: BoolArray) -> BoolArray:
-        return np.bincount(row, is_so, len(lengths)) > 0
+        return np.bincount(row, is_so, len(oldest)) > 0
 
     # A version of 0 may also mean that the token was not sampled.
     is_known = ~view.is_null("policy_version") & some(values > 0)
     older = some((values > 0) & (values < oldest[row]))
     bad = is_known & (~some(values == oldest[row]) | older)
-    finding = [str(np.unique(column.row(int(r))).tolist()) for r in np.flatnonzero(bad)]
-    sentence = "{column} are {got}, but policy_version, the oldest, is {expected}"
-    yield view.breaches(rule, bad, name, finding, list(oldest[bad].astype(str)), sentence)
+
+    def versions(i: int) -> str:
+        return str(np.unique(column.row(i)).tolist())
+
+    view.report("versions_of_tokens", name, bad, versions=versions, oldest=oldest)
 
 
-def first_elements(view: View, rule: str, name: str, bad: BoolArray, expected: str) -> pl.DataFrame:
-    """Report one breach per row: the first invalid element, and the number of further ones."""
-    column = view.ragged(name)
-    at = np.flatnonzero(bad)
-    rows, first, counts = np.unique(column.row_of(at), return_index=True, return_counts=True)
-    finding = [
-        f"{column.values[i]} at index {i - column.offsets[row]}"
-        + (f" (and {count - 1} more)" if count > 1 else "")
-        for row, i, count in zip(rows, at[first], counts, strict=True)
-    ]
-    return view.breaches(rule, rows, name, finding, expected, CONTAINS)
+def check_token_range(view: View) -> None:
+    """Check token_range: ids are >= 0, and below the size of the vocabulary if it is known."""
+    size = view.vocab_size
+    top = np.iinfo(np.int32).max if size is None else size - 1
+    allowed = "ids >= 0" if size is None else f"ids in 0..{top}"
+    for name in filter(view.has, ("prompt_token_ids", "prompt_suffix_ids", "response_ids")):
+        ids = view.ragged(name).values
+        if len(ids) and (ids.min() < 0 or ids.max() > top):
+            bad = (ids < 0) | (ids > top)
+            report_elements(view, "token_range", name, bad, ids=lambda _: allowed)
+    for name in filter(view.has, (SUPPORT, TEACHER_IDS)):
+        sets = _Sets.of(view, name)
+        bad = (sets.ids < 0) | (sets.ids > top)
+        texts = {"element": lambda _: "an id out of range", "ids": lambda _: allowed}
+        view.report("token_range", name, bad, sets.row, **texts)
 
 
-SUPPORT = "sampling_support"
-TEACHER_IDS, TEACHER_LOGPROBS = "teacher_token_ids", "teacher_logprobs"
+def report_elements(view: View, finding: str, name: str, bad: BoolArray, **values: Any) -> None:
+    """Report the first invalid element of each row, and the number of further ones."""
+    column, at = view.ragged(name), np.flatnonzero(bad)
+    row = column.row_of(at)
+
+    def element(i: int) -> str:
+        num_more = np.searchsorted(row, row[i], side="right") - i - 1
+        more = f" (and {num_more} more)" if num_more else ""
+        return f"{column.values[at[i]]} at index {at[i] - column.offsets[row[i]]}{more}"
+
+    view.report(finding, name, np.arange(len(at)), row, element=element, **values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,24 +93,21 @@ class _Sets:
         token: Index of each id's token, over the tokens of all sets.
         row: Row of each id.
         position: Index of each id's token in its row.
-        num_tokens: Number of sets, empty ones included.
     """
 
     ids: npt.NDArray[Any]
     token: IntArray
     row: IntArray
     position: IntArray
-    num_tokens: int
 
     @classmethod
-    def of(cls, view: View, name: str = SUPPORT) -> _Sets:
+    def of(cls, view: View, name: str) -> _Sets:
         """Unpack a column of a table."""
-        column = view.table.column(name)
-        sets, num_sets = pc.list_flatten(column), list_lengths(column)
+        rows, sets = view.entries(name)
         token = rows_of(list_lengths(sets))
-        row = rows_of(num_sets)[token]
-        position = token - offsets_of(num_sets)[row]
-        return cls(to_numpy(pc.list_flatten(sets)), token, row, position, len(sets))
+        row = rows[token]
+        position = token - offsets_of(list_lengths(view.column(name)))[row]
+        return cls(to_numpy(pc.list_flatten(sets)), token, row, position)
 
     def repeats(self) -> BoolArray:
         """[S] True where a set has the same id again."""
@@ -107,53 +117,32 @@ class _Sets:
         return is_repeated
 
 
-def check_support(view: View) -> Iterator[pl.DataFrame]:
+def check_support(view: View) -> None:
     """Check support_has_token: a set contains the sampled token, and no id twice."""
-    sets, responses = _Sets.of(view), view.ragged("response_ids")
+    sets, responses = _Sets.of(view, SUPPORT), view.ragged("response_ids")
     inside = sets.position < responses.lengths[sets.row]  # else lengths_align reports it
     at = np.where(inside, responses.offsets[sets.row] + sets.position, 0)
     is_sampled = inside & (sets.ids == responses.values[at]) if len(at) else inside
-    lacks = inside & ~(np.bincount(sets.token, is_sampled, sets.num_tokens) > 0)[sets.token]
-    sentence = "at token {got}, {column} {expected}"
-    for bad, expected in ((lacks, "lacks the sampled id"), (sets.repeats(), "has an id twice")):
-        yield view.first_breaches(
-            "support_has_token",
-            sets.row,
-            bad,
-            SUPPORT,
-            lambda i: str(sets.position[i]),
-            expected,
-            sentence,
-        )
+    lacks = inside & ~(np.bincount(sets.token, is_sampled) > 0)[sets.token]
+    view.report("support_has_token", SUPPORT, lacks, sets.row, position=sets.position)
+    repeated = sets.repeats()
+    view.report("support_has_token.twice", SUPPORT, repeated, sets.row, position=sets.position)
 
 
-def check_teacher(view: View) -> Iterator[pl.DataFrame]:
+def check_teacher(view: View) -> None:
     """Check teacher_shape: ids and log-probabilities of a teacher belong together."""
-    names = list(filter(view.has, (TEACHER_IDS, TEACHER_LOGPROBS)))
-    if not names:
+    sets = {n: _Sets.of(view, n) for n in (TEACHER_IDS, TEACHER_LOGPROBS) if view.has(n)}
+    if not sets:
         return
-    sets = {name: _Sets.of(view, name) for name in names}
-    bad: list[IntArray] = []
-    if TEACHER_IDS in sets:
-        bad.append(sets[TEACHER_IDS].row[sets[TEACHER_IDS].repeats()])
-    if TEACHER_LOGPROBS in sets:
-        values = sets[TEACHER_LOGPROBS]
-        bad.append(values.row[~(np.isfinite(values.ids) & (values.ids <= 0))])
-    # Ranges of equal elements: a token's ids and values have the same place in both.
-    places = [np.stack([one.row, one.position]) for one in sets.values()]
-    size = min(place.shape[1] for place in places) if len(names) == 2 else 0
-    differs = (places[0][:, :size] != places[-1][:, :size]).any(axis=0)
-    bad += [places[0][0, :size][differs], *(place[0, size:] for place in places)]
-    finding = "ids and log-probabilities that do not belong together"
-    expected = "one finite log-probability of at most 0 per id, no id twice"
-    sentence = f"{TEACHER_IDS} and {TEACHER_LOGPROBS} have {{got}}; expected {{expected}}"
-    rows = np.unique(np.concatenate(bad))
-    yield view.breaches("teacher_shape", rows, names[0], finding, expected, sentence)
-
-
-def check_set_range(view: View, top: int, expected: str) -> Iterator[pl.DataFrame]:
-    """Check token_range: the ids of the sets are in 0..top."""
-    for name in filter(view.has, (SUPPORT, TEACHER_IDS)):
-        sets = _Sets.of(view, name)
-        rows = np.unique(sets.row[(sets.ids < 0) | (sets.ids > top)])
-        yield view.breaches("token_range", rows, name, "an id out of range", expected, CONTAINS)
+    ids, values, rows = sets.get(TEACHER_IDS), sets.get(TEACHER_LOGPROBS), list[IntArray]()
+    if ids is not None:
+        rows.append(ids.row[ids.repeats()])
+    if values is not None:
+        rows.append(values.row[~(np.isfinite(values.ids) & (values.ids <= 0))])
+    # A token's ids and values have the same place in both columns; all others are of one only.
+    both = [(one.row, one.position) for one in sets.values()]
+    size = min(len(row) for row, _ in both) if len(both) == 2 else 0
+    differs = np.any([a[:size] != b[:size] for a, b in zip(both[0], both[-1], strict=True)], axis=0)
+    rows += [both[0][0][:size][differs], *(row[size:] for row, _ in both)]
+    row = np.concatenate(rows)
+    view.report("teacher_shape", next(iter(sets)), np.arange(len(row)), row)

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas.columns import COLUMN_BY_NAME, DECLARED, PREFIX_FIELDS, SEGMENT_FIELDS, Column
+from schemas.columns import COLUMN_BY_NAME, DECLARED, PREFIX_FIELDS, SEGMENT_FIELDS
 from schemas.errors import InvariantError
-from schemas.numpy_arrays import to_arrow
-from schemas.ragged import list_lengths, offsets_of
+from schemas.ragged import relisted
 
 if TYPE_CHECKING:
     import polars as pl
@@ -27,8 +26,6 @@ def as_table(data: Any) -> pa.Table:
     """
     if isinstance(data, pa.Table):
         return data
-    if isinstance(data, pa.RecordBatch):
-        return pa.Table.from_batches([data])
     import polars as pl
 
     if isinstance(data, pl.LazyFrame):
@@ -77,10 +74,11 @@ def is_string(kind: pa.DataType) -> bool:
     return bool(t.is_string(kind) or t.is_large_string(kind) or t.is_string_view(kind))
 
 
-def accepts(declared: pa.DataType, actual: pa.DataType) -> bool:
+def accepts(declared: pa.DataType | None, actual: pa.DataType) -> bool:
     """True if `actual` equals `declared` up to large and view variants.
 
     A map is accepted for a list of {key, value} structs, and a struct may have additional fields.
+    Routing, whose declared type is None, is a list<fixed list<fixed list<int16>>>.
 
     Example:
         >>> accepts(pa.list_(pa.int32()), pa.large_list(pa.int32()))
@@ -88,6 +86,12 @@ def accepts(declared: pa.DataType, actual: pa.DataType) -> bool:
         >>> accepts(pa.list_(pa.int32()), pa.list_(pa.int64()))
         False
     """
+    if declared is None:
+        kinds = list(types_in(actual))
+        are_fixed = [pa.types.is_fixed_size_list(kind) for kind in kinds]
+        return (
+            are_fixed == [False, True, True, False] and is_list(actual) and kinds[3] == pa.int16()
+        )
     if pa.types.is_map(actual):
         fields = {"key": actual.key_type, "value": actual.item_type}
         return accepts(declared, pa.list_(pa.struct(fields)))
@@ -104,19 +108,6 @@ def accepts(declared: pa.DataType, actual: pa.DataType) -> bool:
     return bool(actual == declared)
 
 
-def is_routing(kind: pa.DataType) -> bool:
-    """True for list<fixed list<fixed list<int16>>>."""
-    if not is_list(kind) or not pa.types.is_fixed_size_list(kind.value_type):
-        return False
-    inner = kind.value_type.value_type
-    return bool(pa.types.is_fixed_size_list(inner) and inner.value_type == pa.int16())
-
-
-def accepts_column(column: Column, actual: pa.DataType) -> bool:
-    """True if `actual` is an acceptable type for the declared column."""
-    return is_routing(actual) if column.type is None else accepts(column.type, actual)
-
-
 def cast_table(table: pa.Table) -> pa.Table:
     """Cast declared columns to their declared types; replace large and view types in user columns.
 
@@ -128,8 +119,7 @@ def cast_table(table: pa.Table) -> pa.Table:
         pa.field(f.name, _target(f.name, f.type), is_nullable(f.name), f.metadata)
         for f in table.schema
     ]
-    pairs = zip(table.columns, fields, strict=True)
-    columns = [cast_column(column, field.type) for column, field in pairs]
+    columns = [cast_column(c, f.type) for c, f in zip(table.columns, fields, strict=True)]
     return pa.Table.from_arrays(columns, schema=pa.schema(fields, table.schema.metadata))
 
 
@@ -191,7 +181,7 @@ def plain_table(table: pa.Table) -> pa.Table:
     """
 
     def target(name: str, kind: pa.DataType) -> pa.DataType:
-        fits = name in DECLARED and accepts_column(DECLARED[name], kind)
+        fits = name in DECLARED and accepts(DECLARED[name].type, kind)
         return _target(name, kind) if fits else _viewless(name, kind)
 
     return _retyped(table, target)
@@ -207,13 +197,10 @@ def _retyped(table: pa.Table, target: Callable[[str, pa.DataType], pa.DataType])
 
 
 def _viewless(_: str, kind: pa.DataType) -> pa.DataType:
-    return _plain(kind) if any(map(_is_view, types_in(kind))) else kind
-
-
-def _is_view(kind: pa.DataType) -> bool:
     t = pa.types
     tests = (t.is_string_view, t.is_binary_view, t.is_list_view, t.is_large_list_view)
-    return any(test(kind) for test in tests)
+    has_view = any(test(inner) for inner in types_in(kind) for test in tests)
+    return _plain(kind) if has_view else kind
 
 
 def types_in(kind: pa.DataType) -> Iterator[pa.DataType]:
@@ -240,8 +227,5 @@ def cast_column(
     if pa.types.is_list_view(column.type) or pa.types.is_large_list_view(column.type):
         # Arrow's cast of list views produces invalid arrays.
         values = pc.list_flatten(column)
-        values = cast_column(values, _viewless("", values.type))
-        mask = column.is_null() if column.null_count else None
-        offsets = to_arrow(offsets_of(list_lengths(column)))
-        column = pa.LargeListArray.from_arrays(offsets, values, mask=mask)
+        column = relisted(column, cast_column(values, _viewless("", values.type)))
     return column.cast(target)

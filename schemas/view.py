@@ -1,19 +1,23 @@
-"""Access to a table for the checks: columns as flat arrays, and breaches as a frame."""
+"""Access to a table for the checks: columns as flat arrays, and the breaches that the checks report."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import polars as pl
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from schemas.numpy_arrays import to_arrow, to_numpy
-from schemas.ragged import BoolArray, IntArray, Ragged
-from schemas.rules import RULES
+from schemas.ragged import BoolArray, IntArray, Ragged, list_lengths, rows_of
+from schemas.rules import FINDINGS, RULES
+from schemas.types import cast_column
 
 BREACH_SCHEMA: dict[str, Any] = {
     "rule": pl.String,
@@ -29,55 +33,111 @@ BREACH_SCHEMA: dict[str, Any] = {
 """Columns of a frame of breaches: rule, location (`row` is null if the breach concerns the entire
 table), found value, expected value and message."""
 
-CONTAINS = "{column} contains {got}; expected {expected}"
+Breach = dict[str, Any]
 
-_NONE = pl.DataFrame(schema=BREACH_SCHEMA)
+
+class UnusableColumn(LookupError):
+    """The table lacks a column, or `columns_and_types` has reported it: a check that needs it ends."""
+
+
+def breach(
+    finding: str,
+    column: str,
+    row: int | None = None,
+    trajectory_id: str | None = None,
+    step_index: int | None = None,
+    **values: Any,
+) -> Breach:
+    """Return a row of `BREACH_SCHEMA`, with the texts of one of `FINDINGS`."""
+    rule, texts = finding.partition(".")[0], FINDINGS[finding]
+    got, expected = (text.format(**values) for text in texts[:2])
+    message = texts[2].format(column=column, got=got, expected=expected, **values)
+    place = (row, trajectory_id, step_index)
+    cells = (rule, RULES[rule].severity, *place, column, got, expected, message)
+    return dict(zip(BREACH_SCHEMA, cells, strict=True))
 
 
 @dataclass(slots=True)
 class View:
-    """Columns of one table, unpacked on demand.
+    """Columns of one table, unpacked on demand, and the breaches that checks have found in it.
 
     Attributes:
         table: The table, with `prompt_token_ids` or the prefix columns.
         row_offset: Number of rows of the dataset before this table.
-        unusable: Columns that are missing, have the wrong type, or contain forbidden nulls.
+        vocab_size: Exclusive upper bound of token ids; None if unknown.
+        breaches: What `report` has collected.
+        usable: Columns that are not missing, do not have the wrong type or forbidden nulls.
+        schema: Schema of the table before columns that share a name were reduced to the first one.
     """
 
     table: pa.Table
     row_offset: int = 0
-    unusable: frozenset[str] = frozenset()
-    _ragged: dict[str, Ragged] = field(default_factory=dict)
+    vocab_size: int | None = None
+    breaches: list[Breach] = field(default_factory=list)
+    usable: frozenset[str] = field(init=False)
+    schema: pa.Schema = field(init=False)
+    _ragged: dict[str, Ragged] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.schema = self.table.schema
+        names = self.schema.names
+        self.usable = frozenset(names)
+        if len(self.usable) < len(names):
+            self.table = self.table.select([names.index(name) for name in dict.fromkeys(names)])
+
+    def run(self, *checks: Callable[[View], None]) -> pl.DataFrame:
+        """Run checks, and return all breaches so far.
+
+        A check ends where it needs a column that is missing or unusable.
+        """
+        for check in checks:
+            with suppress(UnusableColumn):
+                check(self)
+        return pl.DataFrame(self.breaches, BREACH_SCHEMA)
 
     def has(self, *names: str) -> bool:
         """True if all these columns are present and usable."""
-        return all(n in self.table.column_names and n not in self.unusable for n in names)
+        return self.usable.issuperset(names)
+
+    def column(self, name: str) -> pa.ChunkedArray:
+        """Return a usable column.
+
+        Raises:
+            UnusableColumn: The column is missing or unusable, here and in the methods below.
+        """
+        if not self.has(name):
+            raise UnusableColumn(name)
+        return self.table.column(name)
 
     def ragged(self, name: str) -> Ragged:
         """Return a list column as flat arrays, which are cached."""
         if name not in self._ragged:
-            self._ragged[name] = Ragged.from_arrow(self.table.column(name))
+            self._ragged[name] = Ragged.from_arrow(self.column(name))
         return self._ragged[name]
 
-    def prompt_lengths(self) -> IntArray | None:
-        """Return prompt lengths in either layout, [N]; None if the columns are unusable.
+    def entries(self, name: str, kind: pa.DataType | None = None) -> tuple[IntArray, pa.Array]:
+        """Return the elements of a list column, cast to `kind`, and the row of each, [S]."""
+        column = self.column(name)
+        column = column if kind is None else cast_column(column, kind)
+        return rows_of(list_lengths(column)), pc.list_flatten(column)
 
-        A length is -1 where `prefix_length` is negative; prefix_reference reports such rows.
+    def lengths(self, name: str) -> IntArray:
+        """Return the lengths of a list column, [N]; of `prompt_token_ids` in either layout.
+
+        That of a prompt is -1 where `prefix_length` is negative; prefix_reference reports such rows.
         """
-        if self.has("prompt_token_ids"):
-            return self.ragged("prompt_token_ids").lengths
-        if self.has("prefix_length", "prompt_suffix_ids"):
-            prefix, suffix = self.array("prefix_length"), self.ragged("prompt_suffix_ids").lengths
-            return np.where(prefix < 0, -1, prefix + suffix)
-        return None
+        if name != "prompt_token_ids" or self.has(name):
+            return self.ragged(name).lengths
+        prefix, suffix = self.array("prefix_length"), self.lengths("prompt_suffix_ids")
+        return np.where(prefix < 0, -1, prefix + suffix)
 
     def array(self, name: str) -> npt.NDArray[Any]:
-        """Return a scalar column that has no nulls."""
-        return to_numpy(self.table.column(name))
+        """Return a column of numbers or booleans; nulls of numbers become NaN."""
+        return to_numpy(self.column(name))
 
     def strings(self, name: str) -> pa.ChunkedArray:
         """Return a column of any string type as large strings."""
-        return self.table.column(name).cast(pa.large_string())
+        return self.column(name).cast(pa.large_string())
 
     def is_null(self, name: str) -> BoolArray:
         """Return the null mask of a column, [N] bool; all true for an absent column."""
@@ -85,84 +145,33 @@ class View:
             return np.ones(self.table.num_rows, np.bool_)
         return to_numpy(self.table.column(name).is_null())
 
-    def breaches(
+    def report(
         self,
-        rule: str,
-        bad: IntArray | BoolArray,
-        column: str | None,
-        got: str | Sequence[str],
-        expected: str | Sequence[str],
-        sentence: str = "{column} is {got}; expected {expected}",
-    ) -> pl.DataFrame:
-        """Report one breach per bad row: indices into this table, or a mask, [N] bool.
-
-        `got` and `expected` are texts for all bad rows, or one per bad row; `sentence` is a format
-        string with the fields `column`, `got` and `expected`.
-        """
-        rows = np.flatnonzero(bad) if bad.dtype == np.bool_ else bad
-        if not len(rows):
-            return _NONE
-        got, expected = ([x] * len(rows) if isinstance(x, str) else x for x in (got, expected))
-        index, ids, steps = to_arrow(rows), None, None
-        if self.has("trajectory_id"):
-            ids = self.strings("trajectory_id").take(index).to_pylist()
-        if self.has("step_index"):
-            steps = self.table.column("step_index").take(index).to_pylist()
-        place = (rows + self.row_offset).tolist()
-        return breach_frame(rule, place, column, got, expected, sentence, ids, steps)
-
-    def first_breaches(
-        self,
-        rule: str,
-        row: IntArray,
-        bad: BoolArray,
+        finding: str | Callable[[int], str],
         column: str,
-        got: Callable[[int], str],
-        expected: str | Callable[[int], str],
-        sentence: str = CONTAINS,
-    ) -> pl.DataFrame:
-        """Report one breach per row that has a bad entry; the texts are of the first of these.
+        bad: IntArray | BoolArray,
+        row: IntArray | None = None,
+        **values: Any,
+    ) -> None:
+        """Report one breach per row that has a bad entry; it describes the first one.
 
-        `row` and `bad`, [S], are the row of each entry, and whether it is bad. `got` and `expected`
-        return the text for an entry, by its index.
+        Args:
+            finding: One of `FINDINGS`, or a function that returns that of an entry.
+            column: The column that breaks the rule.
+            bad: Indices of bad entries, or a mask of all entries.
+            row: Row of each entry, [S]; None: entries are rows.
+            values: Values of the texts' fields: one per entry, [S], or a function of the entry.
         """
-        index = np.flatnonzero(bad)
-        rows, first = np.unique(row[index], return_index=True)
-        at = index[first].tolist()
-        wanted = expected if isinstance(expected, str) else [expected(i) for i in at]
-        return self.breaches(rule, rows, column, [got(i) for i in at], wanted, sentence)
-
-
-def joined(breaches: Iterable[pl.DataFrame]) -> pl.DataFrame:
-    """Concatenate breaches into one frame."""
-    return pl.concat([_NONE, *(frame for frame in breaches if len(frame))])
-
-
-def breach_frame(
-    rule: str,
-    rows: Sequence[int | None],
-    column: str | None,
-    got: Sequence[str],
-    expected: Sequence[str],
-    sentence: str,
-    trajectory_id: Sequence[str] | None = None,
-    step_index: Sequence[int] | None = None,
-) -> pl.DataFrame:
-    """Return breaches of one rule as a frame of `BREACH_SCHEMA` (see `View.breaches`)."""
-    return pl.DataFrame(
-        {
-            "rule": rule,
-            "severity": RULES[rule].severity,
-            "row": rows,
-            "trajectory_id": trajectory_id,
-            "step_index": step_index,
-            "column": column,
-            "got": got,
-            "expected": expected,
-            "message": [
-                sentence.format(column=column, got=value, expected=wanted)
-                for value, wanted in zip(got, expected, strict=True)
-            ],
-        },
-        schema=BREACH_SCHEMA,
-    )
+        at = np.flatnonzero(bad) if bad.dtype == np.bool_ else bad
+        if not len(at):
+            return
+        rows, first = np.unique(at if row is None else row[at], return_index=True)
+        places = (
+            read(name).take(to_arrow(rows)).to_pylist() if self.has(name) else repeat(None)
+            for name, read in (("trajectory_id", self.strings), ("step_index", self.column))
+        )
+        numbers = (rows + self.row_offset).tolist()
+        for entry, *place in zip(at[first].tolist(), numbers, *places, strict=False):
+            name = finding if isinstance(finding, str) else finding(entry)
+            facts = {n: v(entry) if callable(v) else v[entry] for n, v in values.items()}
+            self.breaches.append(breach(name, column, *place, **facts))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import polars as pl
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipelines.frames import Frame, as_lazy
 from pipelines.merging.segments import sampled_lengths
@@ -21,12 +22,12 @@ from rollout_io.dataset.prefix_layout import is_encoded
 from rollout_io.dataset.reader import iter_tables, pieces, scan
 from rollout_io.dataset.storage import PathLike
 from rollout_io.dataset.trajectory_facts import dataset_outcome
-from schemas.columns import PICTURES
+from schemas.columns import PICTURES, PICTURES_TYPE
 from schemas.messages import RETOKENIZED
-from schemas.numpy_arrays import to_arrow, to_frame, to_numpy
-from schemas.pictures import picture_lengths
-from schemas.ragged import Ragged, list_lengths, offsets_of
-from schemas.types import as_table
+from schemas.numpy_arrays import filled, to_arrow, to_frame, to_numpy
+from schemas.pictures import pictures_of
+from schemas.ragged import IntArray, Ragged, list_lengths, offsets_of, rows_of
+from schemas.types import as_table, cast_column
 
 _LENGTHS: dict[str, pl.DataType] = {
     "trajectory_id": pl.String(),
@@ -156,6 +157,19 @@ def _lengths_of(frame: pl.LazyFrame) -> pl.DataFrame:
     return rows.collect(engine="streaming")
 
 
+def _picture_lengths(table: pa.Table) -> tuple[IntArray, pa.Array]:
+    """[N] number of pictures of each row, and [N] of their tokens, null where one is unknown."""
+    pictures = pictures_of(table)
+    if pictures is None:
+        none = np.zeros(table.num_rows, np.int64)
+        return none, to_arrow(none)
+    counts, entries = list_lengths(pictures), pc.list_flatten(cast_column(pictures, PICTURES_TYPE))
+    row, lengths = rows_of(counts), pc.struct_field(entries, "length")
+    sums = np.bincount(row, filled(lengths, 0), len(counts)).astype(np.int64)
+    unknown = np.bincount(row, to_numpy(lengths.is_null()), len(counts)) > 0
+    return counts, to_arrow(sums, mask=unknown)
+
+
 def row_lengths(table: pa.Table) -> pl.DataFrame:
     """Compute the lengths, trained tokens, missing log-probabilities and pictures of each row."""
     response = list_lengths(table.column("response_ids"))
@@ -170,7 +184,7 @@ def row_lengths(table: pa.Table) -> pl.DataFrame:
         without &= to_numpy(table.column("rollout_logprobs").is_null())
     has_source = "token_source" in table.column_names  # parts of logs lack it
     source = table.column("token_source") if has_source else pa.nulls(table.num_rows, pa.string())
-    num_pictures, picture_tokens = picture_lengths(table)
+    num_pictures, picture_tokens = _picture_lengths(table)
     columns = {
         "trajectory_id": table.column("trajectory_id"),
         "prompt": to_arrow(prompt),

@@ -125,15 +125,15 @@ def open_dataset(path: str) -> pl.LazyFrame:
     import polars as pl
 
     from rollout_io.dataset.reader import scan
-    from schemas.checker import check_types
+    from schemas.type_checks import check_types
+    from schemas.view import View
 
     frame = scan(path)
     empty = pl.DataFrame(schema=frame.collect_schema()).to_arrow()
-    breaches, _ = check_types(empty)
+    breaches = View(empty).run(check_types)
     if len(breaches):
-        first = breaches.row(0, named=True)
         hint = f"run `rollouts validate {path}` to list every error"
-        raise InvariantError("columns_and_types", path, first["message"], "", hint)
+        raise InvariantError("columns_and_types", path, breaches["message"][0], "", hint)
     return frame
 
 

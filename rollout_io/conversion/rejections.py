@@ -23,6 +23,8 @@ Reason = dict[str, Any]
 """A broken rule: `rule`, `num_records`, `first` (its first error), `hint`."""
 
 DUPLICATES = frozenset({DUPLICATE, DUPLICATE_INPUT})
+_BRIEF = 72  # maximum length of a reason in a list of reasons
+_MOST_RULES = 4
 _TOLD_BYTES = 64 << 20  # longer records are not copied
 
 
@@ -81,15 +83,55 @@ def fail(
     skip = f"{skip}{errors.count(num_usable, 'trajectory')}" if num_usable else ""
     alone = list({one.error.where: one for one in rejected if one.kind == "text"}.values())
     if len(alone) < 2:
-        errors.raise_first([one.error for one in rejected], _counted(rejected), skip)
+        raise_first([one.error for one in rejected], _counted(rejected), skip)
     others = [e for e in rejected if e.kind != "text" and e.error.rule != INCOMPLETE]
     first = alone[0].error
     message = f"{len(alone)} of {errors.count(num_runs, noun)} have text but no token ids"
     if others:
-        reasons = errors.reasons_of([one.error for one in others])
+        reasons = reasons_of([one.error for one in others])
         message += f" (and {_counted([alone[0], *others])} rejected: {reasons})"
     hint = "; ".join(filter(None, (first.hint, skip)))
     raise InputError(NO_TOKENS, first.where, first.got, "", hint, message=message)
+
+
+def raise_first(
+    faults: Sequence[RolloutError], more: str | None = None, hint: str = ""
+) -> NoReturn:
+    """Raise the first error, and count the other rejected records by rule in its message.
+
+    Args:
+        faults: One error per rejected record; at least one.
+        more: The number of other rejected records as text; None: it is that of the errors.
+        hint: Text to append to the hint of the first error.
+    """
+    first = faults[0].changed(hint="; ".join(filter(None, (faults[0].hint, hint))) or None)
+    if faults[1:]:
+        more = errors.count(len(faults) - 1, "more record") if more is None else more
+        first.message = f"{first.sentence[:-1]} (and {more} rejected: {reasons_of(faults[1:])})."
+    raise first
+
+
+def reasons_of(faults: Sequence[RolloutError]) -> str:
+    """Summarise errors: the count of each rule, with a short reason from its first error.
+
+    Example:
+        >>> reasons_of([InputError("json_line", "a:3", "an open bracket")] * 2)
+        '2 [json_line] an open bracket'
+    """
+    by_rule: dict[str, list[RolloutError]] = {}
+    for error in faults:
+        by_rule.setdefault(error.rule, []).append(error)
+    ordered = sorted(by_rule.items(), key=lambda item: -len(item[1]))
+    texts = [f"{len(same):,} [{rule}] {_brief(same[0])}" for rule, same in ordered[:_MOST_RULES]]
+    if len(ordered) > _MOST_RULES:
+        texts.append(f"{sum(len(same) for _, same in ordered[_MOST_RULES:]):,} for other reasons")
+    return "; ".join(texts)
+
+
+def _brief(error: RolloutError) -> str:
+    """Return the reason of an error, shortened and without its location."""
+    reason = " ".join(errors.cleaned(error.got).split()) or error.sentence
+    return errors.shortened(reason, _BRIEF)
 
 
 def _counted(rejected: Sequence[Rejected]) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from rollout_io.conversion.rejections import raise_first
 from rollout_io.conversion.rows import Settled
 from rollout_io.dataset.opening import open_input
 from rollout_io.formats.base import Place, Rejected, Run, Step, Trajectory
@@ -25,7 +26,7 @@ from rollout_io.formats.parsing.jsonl import (
 )
 from rollout_io.formats.parsing.records import SESSION_SHAPE, full_name, split_session
 from schemas.columns import COLUMN_BY_NAME, PREFIX_FIELDS
-from schemas.errors import ConfigError, InputError, RolloutError, count, raise_first
+from schemas.errors import ConfigError, InputError, RolloutError, count
 
 _RULE = "reward_line"
 RESERVED_NAMES = frozenset(COLUMN_BY_NAME) | {f.name for f in PREFIX_FIELDS}

@@ -82,19 +82,19 @@ def check_blobs(path: Paths) -> Iterator[pl.DataFrame]:
             for name in sorted(names_in(table) - faults.keys()):
                 faults[name] = fault_of(name, stores)
             if any(faults.values()):
-                yield View(table, at).breaches(RULE, *_faulty(table, faults))
+                yield View(table, at).run(partial(_check_files, faults=faults))
             at += table.num_rows
         num_rows += shard.num_rows
 
 
-def _faulty(table: pa.Table, faults: Mapping[str, str | None]) -> tuple[Any, ...]:
-    rows, finding = [], []
-    for row, entries in enumerate(table.column(PICTURES).to_pylist()):
+def _check_files(view: View, faults: Mapping[str, str | None]) -> None:
+    first = dict[int, str]()
+    for row, entries in enumerate(view.column(PICTURES).to_pylist()):
         names = [entry["sha256"] for entry in entries or () if entry is not None]
-        if first_fault := next((fault for name in names if (fault := faults.get(name))), None):
-            rows.append(row)
-            finding.append(first_fault)
-    return np.array(rows, np.int64), PICTURES, finding, "a file in DS.blobs", "{got}"
+        for fault in filter(None, map(faults.get, names)):
+            first.setdefault(row, fault)
+    rows = np.array(list(first), np.int64)
+    view.report(f"{RULE}.file", PICTURES, rows, fault=first.__getitem__)
 
 
 def _breaches(path: Paths, workers: Workers | None = None) -> Iterator[pl.DataFrame]:

@@ -23,13 +23,15 @@ from rollout_io.dataset.shard_files import (
     unified,
 )
 from rollout_io.dataset.storage import Location, Paths, find_datasets, find_shards, joined
-from schemas.checker import DECODE_COLUMNS, check_references, misnamed_columns, raise_errors
+from schemas.checker import DECODE_COLUMNS, check_references, raise_errors
 from schemas.errors import ConfigError, InputError, InvariantError
 from schemas.imports import requires_extra
 from schemas.metadata import DatasetMetadata, Layout, layout_of
 from schemas.numpy_arrays import empty_table, to_arrow
 from schemas.ragged import IntArray, offsets_of
+from schemas.type_checks import check_names
 from schemas.types import as_table, cast_table
+from schemas.view import View
 
 
 def scan(path: Paths) -> pl.LazyFrame:
@@ -249,7 +251,7 @@ def stored_tables(path: Paths) -> Iterator[pa.Table]:
         cut = is_named and not shard.aligned
         whole = (table for _, table in shard.row_groups(shard.names, is_checked=False))
         for stored in _align([shard], shard.names, whole) if cut else whole:
-            decodes = shard.encoded and not len(check_references(stored))
+            decodes = shard.encoded and View(stored).run(check_references).is_empty()
             yield decode_prefixes(stored) if decodes else stored
 
 
@@ -257,7 +259,7 @@ def _schema_of(shards: Sequence[Shard]) -> pa.Schema:
     """Return the schema with all columns of all shards."""
     first_with = {shard.schema: shard for shard in reversed(shards)}
     for schema, shard in first_with.items():
-        raise_errors(misnamed_columns(empty_table(schema)), shard.location.path)
+        raise_errors(View(empty_table(schema)).run(check_names), shard.location.path)
     return unified(shards, posixpath.dirname(shards[0].location.path))
 
 

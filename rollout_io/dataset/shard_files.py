@@ -34,12 +34,14 @@ from rollout_io.dataset.opening import (
 )
 from rollout_io.dataset.prefix_layout import decode_prefixes
 from rollout_io.dataset.storage import PARTITION_HINT, DatasetFiles, Location, Paths, find_datasets
-from schemas.checker import DECODE_COLUMNS, check_references, raise_errors, unreadable_text
+from schemas.checker import DECODE_COLUMNS, check_references, raise_errors
 from schemas.columns import COLUMN_BY_NAME, PREFIX_FIELDS
 from schemas.errors import InputError, InvariantError, first_of
 from schemas.metadata import DatasetMetadata, common, contradictory, layout_of, upgrade, version_of
 from schemas.numpy_arrays import empty_table, to_arrow
+from schemas.type_checks import check_texts
 from schemas.types import PREFIX_TYPES, plain_table
+from schemas.view import View
 
 _KEPT_SHARDS, _KEPT_FOOTER_BYTES = 2048, 64 << 10
 _BLOCK_BYTES = 1 << 20  # read-ahead beyond a column chunk; the default of s3fs is 50 MB
@@ -157,7 +159,7 @@ class Shard:
                 stored = stored.replace_schema_metadata(None)
             table = plain_table(upgrade(stored, version_of(self.pairs)))
             if is_checked:
-                raise_errors(unreadable_text(table), self.location.path)
+                raise_errors(View(table).run(check_texts), self.location.path)
         values = {name: value for name, value in self._partition.items() if name in names}
         where = f"{self.location.path}, row group {index}"
         return _with_partition(table, values, where) if values else table
@@ -177,7 +179,8 @@ class Shard:
         wanted = names if decode or not has_prompts else physical(names)
         for index, table in self.row_groups([n for n in stored if n in self.names], predicate):
             if has_prompts:
-                raise_errors(check_references(table), f"{self.location.path}, row group {index}")
+                broken = View(table).run(check_references)
+                raise_errors(broken, f"{self.location.path}, row group {index}")
                 table = table if predicate is None else _trajectories_with(table, predicate)
                 table = decode_prefixes(table) if decode else table
             present = frozenset(table.column_names)

@@ -26,11 +26,12 @@ from rollout_io.dataset.storage import (
     shard_name,
     temporary,
 )
-from schemas.checker import Checker, misnamed_columns, raise_errors
+from schemas.checker import Checker, raise_errors
 from schemas.columns import arrow_schema
 from schemas.errors import InputError, InvariantError
 from schemas.metadata import DatasetMetadata
 from schemas.numpy_arrays import empty_table, to_numpy
+from schemas.type_checks import check_names
 from schemas.types import (
     PREFIX_TYPES,
     as_table,
@@ -38,6 +39,7 @@ from schemas.types import (
     cast_table,
     without_null_elements,
 )
+from schemas.view import View
 
 ROW_GROUP_ROWS = 4096
 ROW_GROUP_BYTES = 128 << 20  # bounds memory: readers and transforms hold one row group at a time
@@ -164,7 +166,7 @@ class RolloutWriter:
             raise
 
     def _add(self, rows: pa.Table) -> None:
-        raise_errors(misnamed_columns(rows), self._where)
+        raise_errors(View(rows).run(check_names), self._where)
         # Every write recomputes the physical columns.
         table = rows.drop_columns([n for n in rows.column_names if n in PREFIX_TYPES])
         if self.num_rows == 0 and not self._pending:

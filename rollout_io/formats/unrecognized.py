@@ -153,7 +153,7 @@ def damage_in(
             copy.write_bytes(repaired)
             likely = formats_of(copy)
         looks = f"; it looks like {' or '.join(likely)}" if likely else ""
-        return error.with_got(f"{error.got}{looks}")
+        return type(error)(error.rule, error.where, f"{error.got}{looks}", hint=error.hint)
     return None
 
 

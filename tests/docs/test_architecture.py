@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 import rollout_io
 from rollout_io.cli.main import run
 from schemas import RULES, breakers, check, row_checks
-from schemas.rules import Rule
+from schemas.rules import FINDINGS, findings_of, rules_of
 from schemas.strategies import broken_tables, rollout_tables
 from tests.conftest import ROOT
 from tests.helpers.adapter_helpers import read_all, write_lines
@@ -146,17 +146,17 @@ def test_the_sessions_of_the_page_go_back_and_are_compacted_in_few_lines(tmp_pat
 def invariant(monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of the page's rule, added as the page says."""
     source = [
-        "rules = {" + block("python", '"policy_version_nonnegative": (') + "}",
         block("python", "def check_policy_version"),
-        "row_check = " + re.findall(r"`(\(check_policy_version.*)`", PAGE)[0],
         "entry = {" + block("python", '"policy_version_nonnegative": in') + "}",
     ]
     names: dict[str, Any] = vars(row_checks) | vars(breakers)
     exec("\n".join(source), names)
-    ((rule, (meaning, hint)),) = names["rules"].items()
-    monkeypatch.setitem(RULES, rule, Rule(name=rule, meaning=meaning, hint=hint))
+    ((rule, declared),) = rules_of(block("text", "policy_version_nonnegative | error")).items()
+    monkeypatch.setitem(RULES, rule, declared)
+    findings = findings_of(block("text", "policy_version_nonnegative | {version}"))
+    monkeypatch.setitem(FINDINGS, rule, findings[rule])
     monkeypatch.setitem(breakers.BREAKERS, rule, names["entry"][rule])
-    extended = (*row_checks.ROW_CHECKS, names["row_check"])
+    extended = (*row_checks.ROW_CHECKS, names["check_policy_version"])
     monkeypatch.setattr("schemas.checker.ROW_CHECKS", extended)
     return rule
 

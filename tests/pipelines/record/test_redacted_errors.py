@@ -5,7 +5,8 @@ import json
 import pytest
 
 from pipelines.http_server import JSON
-from schemas.errors import InputError, cleaning, fragment, quoted, reasons_of
+from rollout_io.conversion.rejections import reasons_of
+from schemas.errors import InputError, cleaning, fragment, quoted
 from tests.helpers.recorder_helpers import outcomes, recording
 from tests.helpers.redaction_helpers import PATTERN, SAID, on_disk
 from tests.pipelines.record.test_redacted_calls import SPOKEN, call, chat, recorder_of
