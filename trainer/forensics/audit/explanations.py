@@ -23,7 +23,7 @@ from pipelines.frames import ROUTING
 from rollout_io.retokenize.chat_template import TEMPLATES, find_template, normalize
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.errors import RolloutError
-from trainer.forensics.audit.hypotheses import PENALTY, UNRELATED_FACTOR, Fit, Judge, Span, labelled
+from trainer.forensics.audit.hypotheses import PENALTY, UNRELATED_FACTOR, Hypothesis, Judge, Span
 from trainer.forensics.audit.rows import AuditRows, to_audit_rows
 from trainer.forensics.audit.scores import TokenScores
 from trainer.forensics.audit.weights import Weights
@@ -52,7 +52,7 @@ class Search:
 
     rows: AuditRows
     spans: Mapping[int, Span]
-    verdicts: dict[int, Fit]
+    verdicts: dict[int, Hypothesis]
     judge: Judge
     weights: Weights
     # Of spans, by precision: the log-likelihood that rounding the weights gains with the best larger
@@ -60,10 +60,13 @@ class Search:
     roundings: dict[str, list[tuple[float, float, float]]] = field(default_factory=dict)
 
     def run(self, variants: PromptVariants | None) -> None:
-        """Try to explain every span whose verdict names no cause."""
+        """Try to explain every span whose verdict names no cause, or only a part of it."""
+        unusual = UNUSUAL * self.judge.noise.mean_difference
         by_label: dict[int, list[int]] = {}
         for number, verdict in self.verdicts.items():
-            if self._is_open(verdict):
+            # Rounding reverts part of a small update, so the previous version may fit better than the label.
+            is_partial = verdict.kind in {"version", "swap"} and verdict.mean_difference > unusual
+            if is_partial or verdict.kind in {"noise", "unknown_model"}:
                 label = self.spans[number].label
                 by_label.setdefault(verdict.weights if label is None else label, []).append(number)
         for label, numbers in by_label.items():
@@ -74,15 +77,6 @@ class Search:
                 changed = rounded(policy, precision)
                 self._attempt(precision, label, numbers, changed, lambda ids, _: {"": ids})
         self._settle()
-
-    def _is_open(self, verdict: Fit) -> bool:
-        """True if a verdict names no cause, or only other weights that leave unusual differences.
-
-        Rounding reverts part of a small update, so the previous version may fit better than the label.
-        """
-        if verdict.kind in {"version", "swap"}:
-            return verdict.mean_difference > UNUSUAL * self.judge.noise.mean_difference
-        return verdict.kind in {"noise", "unknown_model"}
 
     def _attempt(
         self, cause: str, label: int, numbers: list[int], policy: Policy, prompts_of: PromptsOf
@@ -105,7 +99,6 @@ class Search:
                 ).items()
                 if helpful is None or name in helpful
             ]
-            helpful = set()
             if not copies:
                 return
             index, names, prompts = zip(*copies, strict=True)
@@ -115,9 +108,10 @@ class Search:
             scores = self.weights.score(label, copied, np.arange(len(copies)), policy)
             # The spans of a copy are those of its row, in the same order.
             pairs = zip(index, names, strict=True)
-            spans = [(n, name) for row, name in pairs for n in np.flatnonzero(row_of == row)]
+            spans = [(int(n), name) for row, name in pairs for n in np.flatnonzero(row_of == row)]
+            helpful = set()
             for (number, name), of_copy in zip(spans, scores.values(), strict=True):
-                if number in wanted and self._replaces(cause, int(number), label, of_copy, name):
+                if number in wanted and self._replaces(cause, number, label, of_copy, name):
                     helpful.add(name)
 
     def _replaces(
@@ -125,16 +119,15 @@ class Search:
     ) -> bool:
         """Replace a span's verdict, and return true, if other scores of its label explain it better."""
         span, verdict, judge = self.spans[number], self.verdicts[number], self.judge
-        other = dataclasses.replace(span, scores={label: scores}, label=label)
-        fit, kind, reason = judge.fit(other, labelled(other, label)), "prompt", name
+        other = dataclasses.replace(span, scores={label: scores})
+        fit, kind, reason = judge.fit(other.under(label)), "prompt", name
         if cause != PROMPT:  # the engine may also compute in this precision
             kind, reason = "noise", f"its weights rounded to {cause}"
-            noisy = judge.noisy(other, fit)
+            noisy = judge.noisy(fit)
             if cause in COMPUTED and label in span.scores:
-                plain = judge.noisy(span, judge.fit(span, labelled(span, label)))
-                change = noisy.hypothesis.predicted - plain.hypothesis.predicted
-                scale = plain.residuals._replace(difference=change).scale
-                rounding = (noisy.total - plain.total, plain.residuals.scale, scale)
+                plain = judge.noisy(judge.fit(span.under(label)))
+                change = plain.residuals._replace(difference=noisy.predicted - plain.predicted)
+                rounding = (noisy.total - plain.total, plain.residuals.scale, change.scale)
                 self.roundings.setdefault(cause, []).append(rounding)
             fit = max(fit, noisy, key=lambda one: one.total)
         gain = fit.total - verdict.total
@@ -245,11 +238,10 @@ class PromptVariants:
             encoded = self._tokenizer.encode(list(texts.values()), list(texts))
         except RolloutError:
             return {}
-        by_tokens: dict[tuple[int, ...], str] = {}
+        by_tokens = {tuple(ids): "", (): ""}
         for name, tokens in zip(texts, encoded, strict=True):
             by_tokens.setdefault(tuple(tokens), name)
-        others = by_tokens.keys() - {tuple(ids), ()}
-        return {name: list(tokens) for tokens, name in by_tokens.items() if tokens in others}
+        return {name: list(tokens) for tokens, name in by_tokens.items() if name}
 
     def _edits(self, text: str) -> Iterator[tuple[str, str]]:
         """Yield the name and text of each edited version of a prompt."""

@@ -29,14 +29,15 @@ engine's noise."""
 
 def summary(result: AuditResult, limit: int) -> dict[str, Any]:
     """Return the summary of an audit for JSON, with the `limit` worst spans."""
-    candidates, counts = result.candidates, _counts(result.verdicts)
+    weights, counts = result.weights, _counts(result.verdicts)
+    candidates = weights.candidates
     return {
         "num_rows": result.num_rows,
         "num_spans": len(result.verdicts),
         "num_faulty_spans": len(result.faults),
         "num_faulty_rows": result.faults.select("trajectory_id", "step_index").n_unique(),
         "verdicts": {row.pop("kind"): row for row in counts.iter_rows(named=True)},
-        "causes": likely_causes(result.verdicts, candidates),
+        "causes": likely_causes(result),
         "candidates": [{"version": one.version, "weights": str(one.path)} for one in candidates],
         "differences": [
             {"first": candidates[a].name, "second": candidates[b].name, "mean": value}
@@ -50,9 +51,9 @@ def summary(result: AuditResult, limit: int) -> dict[str, Any]:
         },
         "cost": {
             "num_distinct_tokens": result.num_distinct,
-            "num_forwarded_tokens": result.num_tokens,
+            "num_forwarded_tokens": weights.num_tokens,
             "share": result.share,
-            "seconds": result.seconds,
+            "seconds": weights.seconds,
             "num_suspicious_rows": result.num_suspicious,
         },
         "worst": result.worst(limit).to_dicts(),
@@ -80,7 +81,7 @@ def screen(path: str, result: AuditResult, limit: int) -> str:
         *(Text(f"{name:<20}{text}") for name, text in _facts(result)),
         *section("Verdicts", verdicts),
     ]
-    if causes := likely_causes(result.verdicts, result.candidates):
+    if causes := likely_causes(result):
         parts += section("Likely causes", Group(*(Text(printable(text)) for text in causes)))
     if limit and len(result.faults):
         titles = "row", "tokens", "fault", "nats", "found"
@@ -94,7 +95,7 @@ def screen(path: str, result: AuditResult, limit: int) -> str:
 
 
 def _facts(result: AuditResult) -> Iterator[tuple[str, str]]:
-    noise, candidates, apart = result.noise, result.candidates, result.apart
+    noise, weights, apart = result.noise, result.weights, result.apart
     tokens = count(result.num_mode_tokens, "token")
     inferred = f" (inferred from {tokens})" if result.num_mode_tokens else ASSUMED_RAW
     yield "log-probabilities", result.mode + inferred * result.mode_is_inferred
@@ -104,12 +105,12 @@ def _facts(result: AuditResult) -> Iterator[tuple[str, str]]:
     if apart:
         least, most = min(apart.values()), max(apart.values())
         between = f"{least:.2g}" if len(apart) == 1 else f"{least:.2g} to {most:.2g}"
-        yield "candidates", f"{len(candidates)}, {between} nats apart"
+        yield "candidates", f"{len(weights.candidates)}, {between} nats apart"
     for (a, b), distance in apart.items():
         if distance < TOO_CLOSE * noise.mean_difference:
-            names = f"{candidates[a].name} and {candidates[b].name}"
+            names = f"{weights.candidates[a].name} and {weights.candidates[b].name}"
             yield "indistinguishable", f"{names}: a row that fits one also fits the other"
-    tokens = f"{result.num_tokens:,} tokens in {duration(result.seconds)}"
+    tokens = f"{weights.num_tokens:,} tokens in {duration(weights.seconds)}"
     yield "forwarded", f"{tokens} ({result.share:.0%} of candidates x distinct tokens)"
 
 
@@ -163,10 +164,10 @@ SPLIT_BY = {
 """Columns whose values get a sentence each."""
 
 
-def likely_causes(verdicts: pl.DataFrame, candidates: Sequence[Candidate]) -> list[str]:
+def likely_causes(result: AuditResult) -> list[str]:
     """Return a sentence for each likely cause of faults; causes that affect most rows come first."""
-    checked = verdicts.filter(pl.col("kind") != "not_checked")
-    causes = list(_versions(checked, candidates))
+    checked = result.verdicts.filter(pl.col("kind") != "not_checked")
+    causes = list(_versions(checked, result.weights.candidates))
     for kind in SENTENCES:
         faults = checked.filter(kind=kind)
         parts = faults.partition_by(SPLIT_BY.get(kind, "kind"), maintain_order=True)

@@ -43,6 +43,11 @@ class Truncation(NamedTuple):
     top_k: int = 0
     min_p: float = 0.0
 
+    @property
+    def columns(self) -> dict[str, float]:
+        """The settings as columns of a verdict."""
+        return {f"best_{name}": value for name, value in self._asdict().items()}
+
 
 OFF = Truncation()
 
