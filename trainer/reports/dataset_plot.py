@@ -27,23 +27,17 @@ LAYOUTS = {
 }
 """Labels of the layouts, by their names in `dataset_savings`."""
 
-_CAUSES = (
-    "edited",
-    "reset",
-    "retokenized",
-    "template",
-    "dataset",
-    "unknown",
-    "overlap",
-    "new_agent",
-)
-_CAUSE_COLORS = dict(
-    zip(
-        _CAUSES,
-        ("#d62728", "#ff7f0e", "#9467bd", "#e377c2", "#bcbd22", "#8c564b", "#17becf", "#2ca02c"),
-        strict=True,
-    )
-)
+_CAUSES = {
+    "edited": "#d62728",
+    "reset": "#ff7f0e",
+    "retokenized": "#9467bd",
+    "template": "#e377c2",
+    "dataset": "#bcbd22",
+    "unknown": "#8c564b",
+    "overlap": "#17becf",
+    "new_agent": "#2ca02c",
+}
+"""Colors of the causes of drift, in the order in which they are drawn."""
 _MAX_BINS, _MAX_TURNS, _MAX_NAMED = 30, 60, 16
 _BREAKS = "Steps that do not continue the previous step"
 
@@ -243,7 +237,7 @@ def _draw_causes(axis: Any, dataset: DatasetStatistics) -> None:
     breaks = {cause: counts for cause, counts in breaks.items() if counts.any()}
     for cause, counts in breaks.items():
         bar = {"bottom": bottom, "label": cause.replace("_", " ")}
-        axis.bar(places, counts, 0.85 * width, color=_CAUSE_COLORS[cause], **bar)
+        axis.bar(places, counts, 0.85 * width, color=_CAUSES[cause], **bar)
         bottom = bottom + counts
     rest = {"bottom": bottom, "color": plot.FAINT, "label": "continues"}
     axis.bar(places, following - bottom, 0.85 * width, **rest)
