@@ -27,13 +27,16 @@ from schemas.records import AUDIT, NO_FAULT, VERDICT_COLUMNS
 from trainer.distributed.accelerator import is_sharded
 from trainer.forensics.audit.explanations import PromptVariants, Search
 from trainer.forensics.audit.hypotheses import (
+    FLOOR,
     Hypothesis,
     Judge,
+    Noise,
+    Residuals,
     Span,
     best_residuals,
+    fit_noise,
     likely_mode,
 )
-from trainer.forensics.audit.noise import FLOOR, Noise, Residuals, fit_noise
 from trainer.forensics.audit.report import describe, likely_causes
 from trainer.forensics.audit.rows import (
     KEYS,
@@ -336,7 +339,15 @@ class IterationAudit:
         steps = read_steps(rows, metadata).filter(pl.col("response_ids").list.len() > 0)
         draw = pl.Series(rng.random(len(steps)))
         steps = steps.sort(draw).unique("trajectory_id", keep="first").sort("trajectory_id")
-        candidates = self._candidates(iteration)
+        folder = Path(self.config.run.out) / "weights"
+        names = (path.name.removeprefix("version_") for path in folder.glob("version_*"))
+        versions = {0, iteration, *(int(name) for name in names if name.isdecimal())}
+        paths = {n: folder / f"version_{n}" if n else self.source for n in sorted(versions)}
+        candidates = [  # the versions that are kept, ending with the current one
+            Candidate(version=n, path=path, base=self.source if (path / CONFIG).is_file() else None)
+            for n, path in paths.items()
+            if n <= iteration
+        ]
         weights = Weights(
             candidates,
             device=next(policy.parameters()).device,
@@ -347,18 +358,6 @@ class IterationAudit:
         )
         audited, named = [to_audit_rows(steps, metadata.logprobs_mode)], str(dataset)
         return run_audit(audited, weights, dataset=named, clean=self.clean, explains=False)
-
-    def _candidates(self, iteration: int) -> list[Candidate]:
-        """List the versions that are kept, ending with the current one."""
-        folder = Path(self.config.run.out) / "weights"
-        names = (path.name.removeprefix("version_") for path in folder.glob("version_*"))
-        versions = {0, iteration, *(int(name) for name in names if name.isdecimal())}
-        paths = {n: folder / f"version_{n}" if n else self.source for n in sorted(versions)}
-        return [
-            Candidate(version=n, path=path, base=self.source if (path / CONFIG).is_file() else None)
-            for n, path in paths.items()
-            if n <= iteration
-        ]
 
     def _report(self, dataset: Path, result: AuditResult, num_rows: int, num_faulty: int) -> None:
         worst = result.worst(1).row(0, named=True)

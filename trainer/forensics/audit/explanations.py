@@ -214,15 +214,17 @@ class PromptVariants:
         )
         self._header = with_header.removeprefix(without) if with_header != without else ""
         self._user = self._header.replace("assistant", "user", 1)
-        self._systems = {"with the template's system prompt": self._before_user(without)}
+        texts = {"with the template's system prompt": without}
         for system in SYSTEM_PROMPTS:
-            chat = [{"role": "system", "content": system}, {"role": "user", "content": "-"}]
+            chat = [{"role": "system", "content": system}, *one]
             text = _rendered(tokenizer, chat, generation_prompt=False)
-            self._systems[f"with the system prompt {system!r}"] = self._before_user(text)
-
-    def _before_user(self, text: str) -> str:
-        """Return the text before the first user message; empty if it has none."""
-        return text.partition(self._user)[0] if self._user and self._user in text else ""
+            texts[f"with the system prompt {system!r}"] = text
+        # What precedes the first user message, by name.
+        self._systems = {
+            name: text.partition(self._user)[0]
+            for name, text in texts.items()
+            if self._user and self._user in text
+        }
 
     def of(self, ids: Sequence[int], messages: str | None) -> dict[str, list[int]]:
         """Return the variants of a prompt by name, except variants that equal the prompt.

@@ -3,6 +3,15 @@
 Each hypothesis predicts the log-probability of every token. It fits as well as its differences from
 the stored values are likely under the engine's noise. It replaces the label only if its
 log-likelihood exceeds the label's by its penalty, and not because of a single token.
+
+Reduced precision changes every logit of an engine a little. If the logits have independent errors, the
+error of a log-probability is proportional to 1 - p: almost certain tokens have almost no error. The
+scale of the noise is therefore
+
+    sigma = FLOOR + kappa (1 - p) / temperature
+
+where kappa is estimated from the spans that fit. Errors have a Student t distribution with 4 degrees
+of freedom, mixed with a few outliers, so that no single token decides a verdict.
 """
 
 from __future__ import annotations
@@ -11,16 +20,98 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from math import inf, isnan, log, nan
+from math import inf, isnan, log, nan, pi
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from schemas.metadata import LogprobsMode
-from trainer.forensics.audit.noise import Array, Noise, Residuals
 from trainer.forensics.audit.rows import OFF, Truncation
 from trainer.forensics.audit.scores import INVERSE_TEMPERATURES, TRUNCATIONS, TokenScores
+
+Array = npt.NDArray[np.floating]
+FLOOR = 3e-4
+"""Smallest scale of the noise, in nats, due to rounding in float32."""
+SMALLEST_KAPPA, ASSUMED_KAPPA, LARGEST_KAPPA = 1e-3, 0.08, 0.35
+"""Limits of an estimate of kappa, and its value if no span fits (typical of bfloat16)."""
+OUTLIERS, OUTLIER_SCALE = 0.01, 2.0
+"""Fraction of outliers, and the scale of their Cauchy distribution in nats."""
+MISSING_DENSITY = log(OUTLIERS / (pi * OUTLIER_SCALE)) - 0.22
+"""Log-density of a stored value without a prediction: that of a typical outlier."""
+EXACT_KAPPA, CAUTION = 0.01, 3.0
+"""An engine with a larger kappa also rounds its weights, which resembles a small change of version:
+it takes `CAUTION` times the evidence for other weights."""
+NEAR, FEWEST = 2.5, 8
+"""Spans whose scale is at most `NEAR` times the usual one, with at least `FEWEST` tokens, estimate it."""
+
+
+class Residuals(NamedTuple):
+    """Differences of n tokens, stored minus predicted in nats, and their sensitivities.
+
+    A sensitivity, (1 - p) / temperature, scales the effect of an error in the logits. Both are NaN at
+    tokens without a prediction.
+    """
+
+    difference: Array
+    sensitivity: Array
+
+    @property
+    def scale(self) -> float:
+        """Mean absolute difference, relative to the mean sensitivity."""
+        total = np.nansum(self.sensitivity + FLOOR / ASSUMED_KAPPA)
+        return float(np.nansum(np.abs(self.difference)) / total)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Noise:
+    """Model of the differences between an engine's log-probabilities and recomputed ones."""
+
+    kappa: float = ASSUMED_KAPPA  # scale of the errors in the logits
+    mean_difference: float = nan  # mean absolute difference of the spans it is estimated from, nats
+    num_tokens: int = 0  # of these spans; 0 if the noise is assumed
+    apart: float = 0.05  # distance of the two closest candidates, relative to the sensitivity
+
+    @property
+    def caution(self) -> float:
+        """Factor of the evidence that other weights need."""
+        return 1.0 if self.kappa < EXACT_KAPPA else CAUTION
+
+    def sigma(self, residuals: Residuals) -> Array:
+        """[n] scale of the noise, in nats."""
+        sigma: Array = FLOOR + self.kappa * residuals.sensitivity
+        return sigma
+
+    def log_density(self, residuals: Residuals, scales: Array | float = 1.0) -> Array:
+        """Return the log-density of n differences, nats, at k multiples of sigma ([k, 1] or a number)."""
+        sigma = self.sigma(residuals) * scales
+        z = residuals.difference / sigma
+        usual = log(0.375 * (1 - OUTLIERS)) - np.log(sigma) - 2.5 * np.log1p(z * z / 4)
+        relative = residuals.difference / OUTLIER_SCALE
+        outlier = log(OUTLIERS / (pi * OUTLIER_SCALE)) - np.log1p(relative**2)
+        density = usual + np.log1p(np.exp(outlier - usual))  # `logaddexp` warns about NaN
+        return np.where(np.isnan(density), MISSING_DENSITY, density)
+
+
+def fit_noise(spans: Sequence[Residuals]) -> Noise:
+    """Estimate the noise from the residuals of the best fit of each span.
+
+    Spans that fit no candidate do not affect the estimate if at least a fifth of all spans do fit.
+    """
+    spans = [span for span in spans if len(span.difference) >= FEWEST] or list(spans)
+    scales = np.array([span.scale for span in spans])
+    usual = max(float(np.quantile(scales, 0.2)), SMALLEST_KAPPA) if len(scales) else np.inf
+    fitting = [span for span, scale in zip(spans, scales, strict=True) if scale <= NEAR * usual]
+    kappa = float(np.median(scales[scales <= NEAR * usual])) if fitting else np.inf
+    if kappa > LARGEST_KAPPA:
+        return Noise()
+    distance = np.abs(np.concatenate([span.difference for span in fitting]))
+    return Noise(
+        kappa=max(kappa, SMALLEST_KAPPA),
+        mean_difference=float(np.nanmean(distance)),
+        num_tokens=int((~np.isnan(distance)).sum()),
+    )
+
 
 OFFSETS = (-2, -1, 1, 2)
 OUTSIDE = -5.0
@@ -251,12 +342,9 @@ class Judge:
             fits.append(self.fit(swapped._replace(penalty=caution * (PENALTY + swapped.penalty))))
         best = max(fits, key=lambda fit: fit.score)
         # Rounding reverts part of a small update, so an earlier version may be slightly closer.
-        noisy, of_label = (
-            max(map(self.noisy, versions), key=lambda fit: fit.score),
-            self.noisy(label),
-        )
-        if of_label.scale <= SIMILAR_NOISE * noisy.scale:
-            noisy = of_label
+        noisy = max(map(self.noisy, versions), key=lambda fit: fit.score)
+        if self.noisy(label).scale <= SIMILAR_NOISE * noisy.scale:
+            noisy = self.noisy(label)
         if noisy.score > best.score and noisy.scale >= SMALLEST_NOISE:
             best = noisy
         if best.kind == "temperature" and isnan(span.temperature):  # no label to contradict
@@ -265,17 +353,6 @@ class Judge:
         most = max(float((best.per_token - label.per_token).max()), 0.0)
         if best.total - label.total - most <= PENALTY / 2:
             best = label  # the evidence rests on a single token
-        return self._with_evidence(span, best, label, default, versions)
-
-    def _with_evidence(
-        self,
-        span: Span,
-        best: Hypothesis,
-        label: Hypothesis,
-        default: Hypothesis,
-        versions: Sequence[Hypothesis],
-    ) -> Hypothesis:
-        """Return a verdict with its evidence, or that there is too little."""
         others = (fit for fit in versions if fit.weights != best.weights)
         rival = max(others, key=lambda fit: fit.total, default=None)
         kind, is_fault = best.kind, best.kind != "as_labelled"

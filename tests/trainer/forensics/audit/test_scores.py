@@ -17,8 +17,7 @@ from tests.helpers.audit_helpers import Request, prompt_of, row, sample, tiny_mo
 from tests.helpers.trainer_helpers import VOCAB, plain_logprobs, tiny_llama
 from trainer.config.sections import ModelConfig
 from trainer.engine.batching import sampled_distribution
-from trainer.forensics.audit.hypotheses import Judge, Span
-from trainer.forensics.audit.noise import CAUTION, Noise, Residuals, fit_noise
+from trainer.forensics.audit.hypotheses import CAUTION, Judge, Noise, Residuals, Span, fit_noise
 from trainer.forensics.audit.rows import to_audit_rows
 from trainer.forensics.audit.scores import (
     TRUNCATIONS,
