@@ -205,14 +205,14 @@ def blame(
         write_table(result.shares, out)
         note(f"{count(len(result.shares), 'row')} -> {out}")
     emit_json(summary(result, top)) if as_json else emit_styled(screen(result, top))
-    if command := replay_without(result):
+    if command := replay_without(result, places):
         next_command(*command)
     return 0
 
 
 def _places(settings: tuple[str, ...]) -> dict[str, str]:
     from trainer.forensics.reconstruct import PLACES
-    from trainer.forensics.replay_changes import split_settings
+    from trainer.forensics.replay import split_settings
 
     places, others = split_settings(settings)
     if others:
