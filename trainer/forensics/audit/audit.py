@@ -29,7 +29,6 @@ from trainer.forensics.audit.explanations import PromptVariants, Search
 from trainer.forensics.audit.hypotheses import (
     FLOOR,
     Hypothesis,
-    Judge,
     Noise,
     Residuals,
     Span,
@@ -130,17 +129,17 @@ def run_audit(
             _learn(result, rows.mode, list(spans.values()), clean)
         for span in spans.values():
             span.is_raw = result.mode == "raw"
-        judge, row_of = Judge(result.noise), rows.spans[:, 0].tolist()
+        noise, row_of = result.noise, rows.spans[:, 0].tolist()
         doubted = {
             row_of[number]
             for number, span in spans.items()
-            if len(span.scores) < len(weights.candidates) and judge.is_suspicious(span)
+            if len(span.scores) < len(weights.candidates) and noise.is_suspicious(span)
         }
         result.num_suspicious += len(doubted)
         _score(weights, rows, spans, doubted)
-        verdicts = {number: judge(span) for number, span in spans.items()}
+        verdicts = {number: noise.judge(span) for number, span in spans.items()}
         if explains:
-            Search(rows, spans, verdicts, judge, weights).run(variants)
+            Search(rows, spans, verdicts, noise, weights).run(variants)
         result.clean += [
             span.under(span.label).residuals
             for number, span in spans.items()

@@ -23,7 +23,7 @@ from pipelines.frames import ROUTING
 from rollout_io.retokenize.chat_template import TEMPLATES, find_template, normalize
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.errors import RolloutError
-from trainer.forensics.audit.hypotheses import PENALTY, UNRELATED_FACTOR, Hypothesis, Judge, Span
+from trainer.forensics.audit.hypotheses import PENALTY, UNRELATED_FACTOR, Hypothesis, Noise, Span
 from trainer.forensics.audit.rows import AuditRows, to_audit_rows
 from trainer.forensics.audit.scores import TokenScores
 from trainer.forensics.audit.weights import Weights
@@ -42,6 +42,7 @@ COMPUTED = ("bfloat16", "float16")
 
 PROMPT = "prompt"
 
+
 PromptsOf = Callable[[list[int], str | None], Mapping[str, list[int]]]
 """Maps a prompt and its messages to the prompts to try, by name."""
 
@@ -53,7 +54,7 @@ class Search:
     rows: AuditRows
     spans: Mapping[int, Span]
     verdicts: dict[int, Hypothesis]
-    judge: Judge
+    noise: Noise
     weights: Weights
     # Of spans, by precision: the log-likelihood that rounding the weights gains with the best larger
     # noise, and the scales of the differences from unrounded weights, and between both weights.
@@ -61,7 +62,7 @@ class Search:
 
     def run(self, variants: PromptVariants | None) -> None:
         """Try to explain every span whose verdict names no cause, or only a part of it."""
-        unusual = UNUSUAL * self.judge.noise.mean_difference
+        unusual = UNUSUAL * self.noise.mean_difference
         by_label: dict[int, list[int]] = {}
         for number, verdict in self.verdicts.items():
             # Rounding reverts part of a small update, so the previous version may fit better than the label.
@@ -118,20 +119,20 @@ class Search:
         self, cause: str, number: int, label: int, scores: TokenScores, name: str
     ) -> bool:
         """Replace a span's verdict, and return true, if other scores of its label explain it better."""
-        span, verdict, judge = self.spans[number], self.verdicts[number], self.judge
+        span, verdict, noise = self.spans[number], self.verdicts[number], self.noise
         other = dataclasses.replace(span, scores={label: scores})
-        fit, kind, reason = judge.fit(other.under(label)), "prompt", name
+        fit, kind, reason = noise.fit(other.under(label)), "prompt", name
         if cause != PROMPT:  # the engine may also compute in this precision
             kind, reason = "noise", f"its weights rounded to {cause}"
-            noisy = judge.noisy(fit)
+            noisy = noise.noisy(fit)
             if cause in COMPUTED and label in span.scores:
-                plain = judge.noisy(judge.fit(span.under(label)))
+                plain = noise.noisy(noise.fit(span.under(label)))
                 change = plain.residuals._replace(difference=noisy.predicted - plain.predicted)
                 rounding = (noisy.total - plain.total, plain.residuals.scale, change.scale)
                 self.roundings.setdefault(cause, []).append(rounding)
             fit = max(fit, noisy, key=lambda one: one.total)
         gain = fit.total - verdict.total
-        if gain <= PENALTY or judge.is_unrelated(fit):
+        if gain <= PENALTY or noise.is_unrelated(fit):
             return False
         ratio = verdict.evidence["log_likelihood_ratio"] + gain
         evidence = {**verdict.evidence, "log_likelihood_ratio": ratio}
@@ -145,7 +146,7 @@ class Search:
         its log-probabilities slightly better. If another model sampled the span, they fit no better.
         A single span rarely shows this, so all spans that were tried are judged together.
         """
-        usual = self.judge.noise.kappa
+        usual = self.noise.kappa
         limit = UNRELATED_FACTOR * usual
         for roundings in self.roundings.values():
             change = float(np.median([change for *_, change in roundings]))

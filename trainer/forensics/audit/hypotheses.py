@@ -63,56 +63,6 @@ class Residuals(NamedTuple):
         return float(np.nansum(np.abs(self.difference)) / total)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Noise:
-    """Model of the differences between an engine's log-probabilities and recomputed ones."""
-
-    kappa: float = ASSUMED_KAPPA  # scale of the errors in the logits
-    mean_difference: float = nan  # mean absolute difference of the spans it is estimated from, nats
-    num_tokens: int = 0  # of these spans; 0 if the noise is assumed
-    apart: float = 0.05  # distance of the two closest candidates, relative to the sensitivity
-
-    @property
-    def caution(self) -> float:
-        """Factor of the evidence that other weights need."""
-        return 1.0 if self.kappa < EXACT_KAPPA else CAUTION
-
-    def sigma(self, residuals: Residuals) -> Array:
-        """[n] scale of the noise, in nats."""
-        sigma: Array = FLOOR + self.kappa * residuals.sensitivity
-        return sigma
-
-    def log_density(self, residuals: Residuals, scales: Array | float = 1.0) -> Array:
-        """Return the log-density of n differences, nats, at k multiples of sigma ([k, 1] or a number)."""
-        sigma = self.sigma(residuals) * scales
-        z = residuals.difference / sigma
-        usual = log(0.375 * (1 - OUTLIERS)) - np.log(sigma) - 2.5 * np.log1p(z * z / 4)
-        relative = residuals.difference / OUTLIER_SCALE
-        outlier = log(OUTLIERS / (pi * OUTLIER_SCALE)) - np.log1p(relative**2)
-        density = usual + np.log1p(np.exp(outlier - usual))  # `logaddexp` warns about NaN
-        return np.where(np.isnan(density), MISSING_DENSITY, density)
-
-
-def fit_noise(spans: Sequence[Residuals]) -> Noise:
-    """Estimate the noise from the residuals of the best fit of each span.
-
-    Spans that fit no candidate do not affect the estimate if at least a fifth of all spans do fit.
-    """
-    spans = [span for span in spans if len(span.difference) >= FEWEST] or list(spans)
-    scales = np.array([span.scale for span in spans])
-    usual = max(float(np.quantile(scales, 0.2)), SMALLEST_KAPPA) if len(scales) else np.inf
-    fitting = [span for span, scale in zip(spans, scales, strict=True) if scale <= NEAR * usual]
-    kappa = float(np.median(scales[scales <= NEAR * usual])) if fitting else np.inf
-    if kappa > LARGEST_KAPPA:
-        return Noise()
-    distance = np.abs(np.concatenate([span.difference for span in fitting]))
-    return Noise(
-        kappa=max(kappa, SMALLEST_KAPPA),
-        mean_difference=float(np.nanmean(distance)),
-        num_tokens=int((~np.isnan(distance)).sum()),
-    )
-
-
 OFFSETS = (-2, -1, 1, 2)
 OUTSIDE = -5.0
 """Log-likelihood, in nats, of a token that a truncation would have excluded: finite, because the
@@ -170,7 +120,7 @@ class Span:
 
 
 class Hypothesis(NamedTuple):
-    """A possible origin of a span of n tokens; after `Judge.fit`, also how well it explains them.
+    """A possible origin of a span of n tokens; after `Noise.fit`, also how well it explains them.
 
     The hypothesis that explains a span best is the verdict.
     """
@@ -293,17 +243,43 @@ CLEARLY = 0.5
 fraction of the other's."""
 
 
-@dataclass(frozen=True, slots=True)
-class Judge:
-    """Compares hypotheses about spans, given the engine's noise."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Noise:
+    """Model of the differences between an engine's log-probabilities and recomputed ones.
 
-    noise: Noise
+    It compares hypotheses about spans by how likely their differences are.
+    """
+
+    kappa: float = ASSUMED_KAPPA  # scale of the errors in the logits
+    mean_difference: float = nan  # mean absolute difference of the spans it is estimated from, nats
+    num_tokens: int = 0  # of these spans; 0 if the noise is assumed
+    apart: float = 0.05  # distance of the two closest candidates, relative to the sensitivity
+
+    @property
+    def caution(self) -> float:
+        """Factor of the evidence that other weights need."""
+        return 1.0 if self.kappa < EXACT_KAPPA else CAUTION
+
+    def sigma(self, residuals: Residuals) -> Array:
+        """[n] scale of the noise, in nats."""
+        sigma: Array = FLOOR + self.kappa * residuals.sensitivity
+        return sigma
+
+    def log_density(self, residuals: Residuals, scales: Array | float = 1.0) -> Array:
+        """Return the log-density of n differences, nats, at k multiples of sigma ([k, 1] or a number)."""
+        sigma = self.sigma(residuals) * scales
+        z = residuals.difference / sigma
+        usual = log(0.375 * (1 - OUTLIERS)) - np.log(sigma) - 2.5 * np.log1p(z * z / 4)
+        relative = residuals.difference / OUTLIER_SCALE
+        outlier = log(OUTLIERS / (pi * OUTLIER_SCALE)) - np.log1p(relative**2)
+        density = usual + np.log1p(np.exp(outlier - usual))  # `logaddexp` warns about NaN
+        return np.where(np.isnan(density), MISSING_DENSITY, density)
 
     def fit(self, hypothesis: Hypothesis, penalty: float = 0.0) -> Hypothesis:
         """Compute the log-likelihood of a hypothesis at the best scale of noise."""
         is_noise = hypothesis.kind == "noise"
         scales = LARGER_SCALES if is_noise else SCALES
-        density = self.noise.log_density(hypothesis.residuals, scales)
+        density = self.log_density(hypothesis.residuals, scales)
         prior = 0.0 if is_noise else 0.5 * (np.log(scales[:, 0]) / SPREAD) ** 2
         totals = density.sum(1) - prior + hypothesis.bonus
         best = int(np.argmax(totals))
@@ -319,11 +295,11 @@ class Judge:
         return self.fit(fit._replace(kind="noise"), PENALTY + 2)
 
     def _settings(self, span: Span, weights: int, penalty: float) -> list[Hypothesis]:
-        return [self.fit(one, penalty) for one in settings(span, weights, self.noise)]
+        return [self.fit(one, penalty) for one in settings(span, weights, self)]
 
-    def __call__(self, span: Span) -> Hypothesis:
+    def judge(self, span: Span) -> Hypothesis:
         """Compare all hypotheses for a span, and return the verdict."""
-        caution = self.noise.caution
+        caution = self.caution
         of_version = caution * (PENALTY + log(max(len(span.scores) - 1, 1)))
         versions = [
             self.fit(span.under(weights))
@@ -338,7 +314,7 @@ class Judge:
         if first is not label:
             fits += self._settings(span, first.weights, PENALTY + caution * PENALTY)
         if len(versions) > 1 and len(span.stored) > 1:
-            swapped = swap(span, self.noise)
+            swapped = swap(span, self)
             fits.append(self.fit(swapped._replace(penalty=caution * (PENALTY + swapped.penalty))))
         best = max(fits, key=lambda fit: fit.score)
         # Rounding reverts part of a small update, so an earlier version may be slightly closer.
@@ -364,7 +340,7 @@ class Judge:
             kind = "too_short"
         elif span.label is None or len(span.stored) < SHORT_TOKENS:
             evidence = self._against_others(best) if isnan(margin) else abs(margin)
-            kind = "too_short" if evidence < DECIDED * self.noise.caution else kind
+            kind = "too_short" if evidence < DECIDED * caution else kind
         columns = {
             "log_likelihood_ratio": best.total - label.total if is_fault else 0.0,
             "margin": margin,
@@ -375,15 +351,15 @@ class Judge:
 
     def _against_others(self, fit: Hypothesis) -> float:
         """Return the log-likelihood ratio between a fit and weights as far apart as two candidates."""
-        residuals, noise = fit.residuals, self.noise
-        other = noise.apart * residuals.sensitivity / noise.sigma(residuals)
+        residuals = fit.residuals
+        other = self.apart * residuals.sensitivity / self.sigma(residuals)
         scales = (fit.scale, np.hypot(fit.scale, other))
-        of_fit, of_others = (noise.log_density(residuals, scale).sum() for scale in scales)
+        of_fit, of_others = (self.log_density(residuals, scale).sum() for scale in scales)
         return float(of_fit - of_others)
 
     def is_unrelated(self, fit: Hypothesis) -> bool:
         """True if differences are too large for another precision of the same weights."""
-        return fit.residuals.scale > max(UNRELATED_SCALE, UNRELATED_FACTOR * self.noise.kappa)
+        return fit.residuals.scale > max(UNRELATED_SCALE, UNRELATED_FACTOR * self.kappa)
 
     def is_suspicious(self, span: Span) -> bool:
         """True if the labelled weights alone do not clearly explain a span, or a part of it.
@@ -396,14 +372,34 @@ class Judge:
         if max(fit.score for fit in fits) + PENALTY > label.score + DOUBT:
             return True
         factors = label.scale * 2.0 ** np.arange(0, 12, 2)[:, None]
-        density = self.noise.log_density(label.residuals, factors)
+        density = self.log_density(label.residuals, factors)
         # The run of tokens that gains most from larger noise: the end of a late swap.
         upto = np.cumsum(np.pad(density[1:] - density[0], ((0, 0), (1, 0))), 1)
         # Differences far below the noise may have a common sign: rounding in float32 is not random.
-        z = np.clip(label.residuals.difference / self.noise.sigma(label.residuals), -3, 3)
+        z = np.clip(label.residuals.difference / self.sigma(label.residuals), -3, 3)
         limit = 3.0 * max(float((z**2).sum()), 0.25 * len(z)) ** 0.5
         is_late = (upto - np.minimum.accumulate(upto, 1)).max() > DOUBT + log(len(z))
         return bool(is_late or abs(z.sum()) > limit)
+
+
+def fit_noise(spans: Sequence[Residuals]) -> Noise:
+    """Estimate the noise from the residuals of the best fit of each span.
+
+    Spans that fit no candidate do not affect the estimate if at least a fifth of all spans do fit.
+    """
+    spans = [span for span in spans if len(span.difference) >= FEWEST] or list(spans)
+    scales = np.array([span.scale for span in spans])
+    usual = max(float(np.quantile(scales, 0.2)), SMALLEST_KAPPA) if len(scales) else np.inf
+    fitting = [span for span, scale in zip(spans, scales, strict=True) if scale <= NEAR * usual]
+    kappa = float(np.median(scales[scales <= NEAR * usual])) if fitting else np.inf
+    if kappa > LARGEST_KAPPA:
+        return Noise()
+    distance = np.abs(np.concatenate([span.difference for span in fitting]))
+    return Noise(
+        kappa=max(kappa, SMALLEST_KAPPA),
+        mean_difference=float(np.nanmean(distance)),
+        num_tokens=int((~np.isnan(distance)).sum()),
+    )
 
 
 def best_residuals(span: Span) -> Residuals:

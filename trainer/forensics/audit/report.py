@@ -218,26 +218,23 @@ def _versions(checked: pl.DataFrame, candidates: Sequence[Candidate]) -> Iterato
     keys = ["labelled_version", "best_version", "best_weights"]
     pairs = checked.filter(kind="version").group_by(keys).len().sort(keys, nulls_last=True)
     names = {str(one.path): one.name for one in candidates}
-    by_version: dict[int, dict[int, int]] = {}
-    for labelled, best, path, number in pairs.iter_rows():
-        if best is None:
-            rows = _spans(number, totals[labelled])
-            yield number, f"{rows} labelled {labelled} were sampled by {names[path]}."
-        elif labelled is not None:
-            by_version.setdefault(best, {})[labelled] = number
-    shifts = {label - best for best, numbers in by_version.items() for label in numbers}
-    numbers = {label: n for part in by_version.values() for label, n in part.items()}
-    is_whole = all(number >= MOST * totals[label] for label, number in numbers.items())
-    if len(shifts) == 1 and is_whole and len(numbers) > 1:
-        (shift,), number = shifts, sum(numbers.values())
+    for labelled, _, path, number in pairs.filter(pl.col("best_version").is_null()).iter_rows():
+        rows = _spans(number, totals[labelled])
+        yield number, f"{rows} labelled {labelled} were sampled by {names[path]}."
+    known = pairs.drop_nulls(keys[:2])
+    shifts = (known["labelled_version"] - known["best_version"]).unique()
+    are_whole = all(number >= MOST * totals[label] for label, *_, number in known.iter_rows())
+    if len(shifts) == 1 and are_whole and len(known) > 1:
+        shift, number = shifts.item(), int(known["len"].sum())
         side = "above" if shift > 0 else "below"
         text = f"Labels are {abs(shift)} {side} the version that sampled the row, in all"
-        text += f" {count(number, 'row')} of {count(len(numbers), 'label')}: labels are read at"
+        text += f" {count(number, 'row')} of {count(len(known), 'label')}: labels are read at"
         yield number, f"{text} the wrong time, or start at a different number."
         return
-    for best, labels in by_version.items():
-        number, total = sum(labels.values()), sum(totals[label] for label in labels)
-        first, last = min(labels), max(labels)
+    for part in known.partition_by("best_version", maintain_order=True):
+        labels, best = part["labelled_version"], part["best_version"][0]
+        first, last, number = labels[0], labels[-1], int(part["len"].sum())
+        total = sum(totals[label] for label in labels)
         if last < best:
             cause = "new weights were loaded before the label changed"
         elif number >= MOST * total:
@@ -245,8 +242,8 @@ def _versions(checked: pl.DataFrame, candidates: Sequence[Candidate]) -> Iterato
         else:
             servers = "one of several servers" if number >= SEVERAL else "a server"
             cause = f"{servers} is stale, or these calls began before the weights were loaded"
-        labelled = f"labelled {first}{f' to {last}' if last > first else ''}"
-        text = f"{_spans(number, total)} {labelled} were sampled by version {best}: {cause}."
+        rows = f"labelled {first}{f' to {last}' if last > first else ''}"
+        text = f"{_spans(number, total)} {rows} were sampled by version {best}: {cause}."
         yield number, text
 
 
