@@ -211,13 +211,13 @@ def blame(
 
 
 def _places(settings: tuple[str, ...]) -> dict[str, str]:
-    from trainer.forensics.reconstruct import PLACES
+    from trainer.config.train_config import PATHS
     from trainer.forensics.replay import split_settings
 
     places, others = split_settings(settings)
     if others:
         hint = "to change other keys, use rollouts replay"
-        expected = f"KEY=PATH, with one of the keys {', '.join(PLACES)}"
+        expected = f"KEY=PATH, with one of the keys {', '.join(PATHS)}"
         raise ConfigError("config_key", "--set", others[0], expected, hint)
     return places
 

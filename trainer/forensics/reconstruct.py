@@ -16,7 +16,7 @@ from rollout_io.terminal import Bar
 from schemas.errors import ConfigError, InputError, count
 from trainer.batch import Batch
 from trainer.config.sections import BatchConfig
-from trainer.config.train_config import TrainConfig
+from trainer.config.train_config import PATHS, TrainConfig
 from trainer.rl.config import TABLES
 from trainer.rl.learning import Learning
 from trainer.run.checkpoint import checkpoints
@@ -27,8 +27,6 @@ from trainer.run.run import Progress, Run
 from trainer.run.run_log import CHANGING, STARTS, set_threads, start_of
 from trainer.update import Step, make_update, set_rates, steps
 
-PLACES = ("data.dataset", "model.path", "loss.reference_model", "model.critic_model")
-"""Keys whose values are paths, which may have moved since the run."""
 _EVALUATED = "evaluation/return_mean"
 
 
@@ -107,7 +105,7 @@ def read_recorded(path: Path, places: Mapping[str, str] | None = None) -> Record
     Args:
         path: Directory of the run.
         places: New paths of data and models that have been moved, by key of the configuration (see
-            `PLACES`).
+            `PATHS`).
 
     Raises:
         InputError: `replay_run`: the directory is no run; `resume_config`, `metrics_file`: a file
@@ -129,10 +127,10 @@ def read_recorded(path: Path, places: Mapping[str, str] | None = None) -> Record
     sections = {key: saved[key] for key in saved if key not in ("loop", *TABLES)}
     values = checked_values(TrainConfig, with_options(sections, changed), (), str(file))
     paths = flat(values)
-    if lacking := [key for key in PLACES[:2] if not paths.get(key)]:
+    if lacking := [key for key in PATHS[:2] if not paths.get(key)]:
         raise InputError("resume_config", str(file), f"lacks {' and '.join(lacking)}")
     config = build(TrainConfig, values)
-    for key in PLACES if num_iterations is None else PLACES[1:]:
+    for key in PATHS if num_iterations is None else PATHS[1:]:
         place = paths.get(key) or ""
         is_local = "://" not in place and not set(place) & set("*?[")
         if is_local and not Path(place).exists():

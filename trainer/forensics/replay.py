@@ -23,9 +23,8 @@ from trainer.batch import Batch, cut_batch, groups_with_gradient
 from trainer.batches.chains import Origins
 from trainer.batches.plan import split
 from trainer.config.sections import AdvantageConfig, LossConfig, OptimizerConfig
-from trainer.config.train_config import TrainConfig
+from trainer.config.train_config import PATHS, TrainConfig
 from trainer.forensics.reconstruct import (
-    PLACES,
     Reconstruction,
     forwarding,
     naming_damaged,
@@ -199,7 +198,7 @@ MAY_CHANGE = (
     | {f"advantage.{key}" for key in AdvantageConfig.__dataclass_fields__}
     | {f"optimizer.{key}" for key in OptimizerConfig.__dataclass_fields__}
     | {"data.outcome", "data.failed", "data.partial_groups", "batch.tokens_per_micro_batch"}
-) - {*PLACES, "optimizer.algorithm"}
+) - {*PATHS, "optimizer.algorithm"}
 """Keys that may change for a single update: they affect neither the models nor the rows of the
 update's batch."""
 
@@ -214,7 +213,7 @@ def split_settings(settings: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     places, changes = dict[str, str](), []
     for setting in settings:
         key, _, value = (part.strip() for part in setting.partition("="))
-        if key in PLACES and value:
+        if key in PATHS and value:
             places[key] = value
         else:
             changes.append(setting.strip())

@@ -207,7 +207,7 @@ def _settings(resolved: tuple[TrainConfig, Path | None]) -> dict[str, Any]:
     """What must be the same in all processes before the dataset is read."""
     config, checkpoint = resolved
     settings = flat(dataclasses.asdict(config))
-    lasting = {key: settings[key] for key in settings if key not in PATHS | {"run.out"}}
+    lasting = {key: settings[key] for key in settings if key not in (*PATHS, "run.out")}
     return lasting | checkpoint_facts(checkpoint)
 
 
