@@ -32,15 +32,13 @@ from torch.func import functional_call
 from schemas.errors import InputError, RolloutError
 from schemas.ragged import BoolArray, FloatArray, IntArray
 from trainer.batch import Batch, completed
-from trainer.batches.forest import Forest, chain_forests
+from trainer.batches.forest import Forest, chain_forest
 from trainer.config.functions import POLICY_LOSS
 from trainer.loss import objective, targets_of, with_target_weights
 from trainer.models.attention import forward_mode_attention
 from trainer.run.run import Run
 
 forward_ad: Any = torch.autograd.forward_ad
-BUDGET = 4096
-"""Tokens per micro-batch when rows are forwarded alone."""
 SEPARATE = 1e-3
 """Rows count as separate if leaving out other rows changes the derivatives of their loss by at most
 this much, relative to the largest derivative of the micro-batch."""
@@ -93,14 +91,13 @@ class Linearized:
     def gradient(self, row: int) -> list[Tensor]:
         """Compute the gradient of a row by forwarding only this row."""
         batch, device = self.batch, self.learner.accelerator.device
-        parameters, rows = list(self._parameters.values()), np.array([row])
-        forests = chain_forests(
-            batch.prompts, batch.responses, self.targets, rows, BUDGET, routes=batch.routes
-        )
-        (forest,) = completed(forests, batch)  # a row is in one micro-batch, whatever its length
+        tokens, rows = (batch.prompts, batch.responses), np.array([row])
+        alone = chain_forest(*tokens, self.targets, rows, batch.routes)
+        (forest,) = completed([alone], batch)
         slot = forest.target_slot
         outputs = self.learner.policy(forest.to(device), batch.temperature[slot].to(device))
         weighted = self._weighted(slot, *outputs).sum()
+        parameters = list(self._parameters.values())
         return list(torch.autograd.grad(weighted, parameters, materialize_grads=True))
 
     def gradients(self) -> tuple[FloatArray, list[Tensor]]:

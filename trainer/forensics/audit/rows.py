@@ -145,9 +145,8 @@ def read_steps(rollouts: pl.LazyFrame, metadata: DatasetMetadata) -> pl.DataFram
     first = length.cum_sum().over("trajectory_id", "step") - length
     table = table.with_columns(step_index="step", first_token=first)
     # Adjacent rows then share tokens.
-    table = table.with_columns(pl.col("instance_id").rank("dense").alias("group"))
-    table = table.sort("group", maintain_order=True)
-    return table.drop(VERSIONS, "is_last_step", "step", "group", strict=False)
+    table = table.sort("instance_id", maintain_order=True)
+    return table.drop(VERSIONS, "is_last_step", "step", strict=False)
 
 
 def to_audit_rows(

@@ -289,23 +289,16 @@ class Weights:
             micro_batch = forest.to(device)
             with replayed(policy.model, micro_batch.routes):
                 hidden: Tensor = hidden_before_targets(policy.model, micro_batch)
+            inputs = hidden, micro_batch.target_token, settings
             parts += [
-                score_tokens(
-                    head(hidden[at : at + size]),
-                    micro_batch.target_token[at : at + size],
-                    settings[at : at + size],
-                    scale=policy.logit_scale,
-                    softcap=policy.softcap,
-                )
-                for at in range(0, len(hidden), size)
+                score_tokens(head(h), *more, scale=policy.logit_scale, softcap=policy.softcap)
+                for h, *more in zip(*(torch.split(one, size) for one in inputs), strict=True)
             ]
             self.seconds += time.perf_counter() - began
             self.num_tokens += forest.num_tokens
             self.on_tokens(forest.num_tokens)
-        place = np.zeros(len(is_target), np.int64)
-        place[np.concatenate(slots)] = np.arange(is_target.sum())
-        chosen = set(wanted.tolist())
-        scores = concatenate(parts)
+        scores = concatenate(parts).part(np.argsort(np.concatenate(slots)))
+        place, chosen = np.cumsum(is_target) - 1, set(wanted.tolist())
         return {
             span: scores.part(place[start : start + length])
             for span, (row, start, length) in enumerate(rows.spans.tolist())
