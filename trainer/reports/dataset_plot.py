@@ -128,9 +128,8 @@ def _draw_lengths(
         return
     ordered = all_lengths.sort().to_list()
     low, high = ordered[0], ordered[-1]
-    width = -(
-        -(high - low + 1) // _MAX_BINS
-    )  # whole numbers of tokens, so that all bins cover the same number of lengths
+    # Whole numbers of tokens, so that all bins cover the same number of lengths.
+    width = -(-(high - low + 1) // _MAX_BINS)
     edges = np.arange(low, high + 1 + width, width)
     if len(lengths) == 1:
         values = lengths[0]
@@ -141,7 +140,10 @@ def _draw_lengths(
     else:
         detail = "share of each dataset's rows"
         for number, values in enumerate(lengths):
-            _draw_outline(axis, values, edges, plot.color(number))
+            counts, _ = np.histogram(values.to_numpy(), bins=edges)
+            shares, color = counts / max(len(values), 1), plot.color(number)
+            axis.stairs(shares, edges, color=color, linewidth=1.7)
+            axis.stairs(shares, edges, color=color, alpha=0.15, fill=True)
         axis.yaxis.set_major_formatter(_percent())
         axis.set_ylabel("share of rows", fontsize=9.5)
     if cut_off is not None:
@@ -152,12 +154,6 @@ def _draw_lengths(
     _count_tokens(axis.xaxis)
     axis.set_xlabel("tokens", fontsize=9.5)
     plot.title(axis, name, detail)
-
-
-def _draw_outline(axis: Any, values: pl.Series, edges: npt.NDArray[np.int64], color: str) -> None:
-    counts, _ = np.histogram(values.to_numpy(), bins=edges)
-    axis.stairs(counts / max(len(values), 1), edges, color=color, linewidth=1.7)
-    axis.stairs(counts / max(len(values), 1), edges, color=color, alpha=0.15, fill=True)
 
 
 def group_rewards(returns: pl.DataFrame) -> pl.DataFrame:
