@@ -221,17 +221,17 @@ def _versions(checked: pl.DataFrame, candidates: Sequence[Candidate]) -> Iterato
     for labelled, _, path, number in pairs.filter(pl.col("best_version").is_null()).iter_rows():
         rows = _spans(number, totals[labelled])
         yield number, f"{rows} labelled {labelled} were sampled by {names[path]}."
-    known = pairs.drop_nulls(keys[:2])
-    shifts = (known["labelled_version"] - known["best_version"]).unique()
-    are_whole = all(number >= MOST * totals[label] for label, *_, number in known.iter_rows())
-    if len(shifts) == 1 and are_whole and len(known) > 1:
-        shift, number = shifts.item(), int(known["len"].sum())
+    versions = pairs.drop_nulls(keys[:2])
+    shifts = (versions["labelled_version"] - versions["best_version"]).unique()
+    are_whole = all(number >= MOST * totals[label] for label, *_, number in versions.iter_rows())
+    if len(shifts) == 1 and are_whole and len(versions) > 1:
+        shift, number = shifts.item(), int(versions["len"].sum())
         side = "above" if shift > 0 else "below"
         text = f"Labels are {abs(shift)} {side} the version that sampled the row, in all"
-        text += f" {count(number, 'row')} of {count(len(known), 'label')}: labels are read at"
+        text += f" {count(number, 'row')} of {count(len(versions), 'label')}: labels are read at"
         yield number, f"{text} the wrong time, or start at a different number."
         return
-    for part in known.partition_by("best_version", maintain_order=True):
+    for part in versions.partition_by("best_version", maintain_order=True):
         labels, best = part["labelled_version"], part["best_version"][0]
         first, last, number = labels[0], labels[-1], int(part["len"].sum())
         total = sum(totals[label] for label in labels)
