@@ -345,7 +345,7 @@ def to_batch(
         chains=make_chains(table.to_arrow(), trains),
         temperature=per_token("temperature", 1.0),
         rollout_logprobs=torch.from_numpy(flat_logprobs),
-        routes=_routes(table),
+        routes=routes_of(table),
         support=sets_of(table, responses.lengths) if SUPPORT in table.columns else None,
         teacher=_teacher(table, responses.lengths),
         pictures=shown,
@@ -371,7 +371,8 @@ def _teacher(table: pl.DataFrame, lengths: IntArray) -> tuple[Ragged, Ragged] | 
     return None if ids is None or logprobs is None else (ids, logprobs)
 
 
-def _routes(table: pl.DataFrame) -> Routes | None:
+def routes_of(table: pl.DataFrame) -> Routes | None:
+    """Return the recorded experts of the rows of a table; None if no row has any."""
     if ROUTING not in table.columns or table[ROUTING].is_null().all():
         return None
     return Routes.from_arrow(table.select(ROUTING).to_arrow().column(ROUTING))

@@ -129,7 +129,11 @@ def metric_lines(run: Path) -> list[Mapping[str, Any]]:
     Raises:
         InputError: `metrics_file`: a line is not a JSON object with an integer `global_step`.
     """
-    file = run / "metrics.jsonl"
+    return lines_of(run / "metrics.jsonl")
+
+
+def lines_of(file: Path) -> list[Mapping[str, Any]]:
+    """Return the lines of a file of metrics; see `metric_lines`, also for the errors."""
     lines = enumerate(_whole_lines(file), 1)
     return [_record(line, f"{file}:{number}") for number, line in lines]
 

@@ -205,19 +205,19 @@ def blame(
         write_table(result.shares, out)
         note(f"{count(len(result.shares), 'row')} -> {out}")
     emit_json(summary(result, top)) if as_json else emit_styled(screen(result, top))
-    if command := replay_without(result):
+    if command := replay_without(result, places):
         next_command(*command)
     return 0
 
 
 def _places(settings: tuple[str, ...]) -> dict[str, str]:
-    from trainer.forensics.reconstruct import PLACES
-    from trainer.forensics.replay_changes import split_settings
+    from trainer.config.train_config import PATHS
+    from trainer.forensics.replay import split_settings
 
     places, others = split_settings(settings)
     if others:
         hint = "to change other keys, use rollouts replay"
-        expected = f"KEY=PATH, with one of the keys {', '.join(PLACES)}"
+        expected = f"KEY=PATH, with one of the keys {', '.join(PATHS)}"
         raise ConfigError("config_key", "--set", others[0], expected, hint)
     return places
 
@@ -281,9 +281,8 @@ def _replay_numbers(result: Replay) -> dict[str, Any]:
     if result.changed is not None:
         columns_["changed"] = result.changed
     names = dict.fromkeys(name for column in columns_.values() for name in column)
-    values = dataclasses.asdict(result)
-    for name in ("recorded", "replayed", "changed"):
-        del values[name]
+    of_metrics = {"recorded", "replayed", "changed"}
+    values = {n: v for n, v in dataclasses.asdict(result).items() if n not in of_metrics}
     return values | {
         "identical": result.is_identical,
         "differences": [
@@ -300,11 +299,14 @@ def _replay_text(result: Replay) -> str:
     start = result.checkpoint or "the start model"
     if result.num_forwarded:
         start += f", {count(result.num_forwarded, 'mini-batch', 'es')} replayed before the update"
+    verdict = "bit for bit the same"
+    if not result.is_identical:
+        verdict = f"differs: {result.differences[0].sentence}"
     lines = [
         f"update     {result.update} of {result.run}{where}",
         f"from       {start}",
         f"compared   {', '.join(result.compared)}",
-        f"result     {_verdict(result)}",
+        f"result     {verdict}",
     ]
     lines += [f"           {one.sentence}" for one in result.differences[1:MOST_SHOWN]]
     if len(result.differences) > MOST_SHOWN:
@@ -315,12 +317,6 @@ def _replay_text(result: Replay) -> str:
     if result.out:
         lines.append(f"model      {result.out}")
     return "\n".join(lines)
-
-
-def _verdict(result: Replay) -> str:
-    if result.is_identical:
-        return "bit for bit the same"
-    return f"differs: {result.differences[0].sentence}"
 
 
 def _table(result: Replay) -> list[list[str]]:

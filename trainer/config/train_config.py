@@ -131,7 +131,7 @@ class TrainConfig(Sections):
 AnySections = TypeVar("AnySections", bound=Sections)
 
 
-PATHS = frozenset({"data.dataset", "model.path", "model.critic_model", "loss.reference_model"})
+PATHS = ("data.dataset", "model.path", "loss.reference_model", "model.critic_model")
 """Keys whose values may differ between machines, or change when a run resumes: digests are compared."""
 MOST_CONFIG_BYTES = 64 << 20
 

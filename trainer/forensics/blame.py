@@ -9,27 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 import pyarrow as pa
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor
 
 from rollout_io.cli.output import bare_table, drawn, section
-from rollout_io.terminal import Bar, printable
+from rollout_io.terminal import printable
 from schemas.errors import count
 from schemas.numpy_arrays import to_arrow
-from schemas.ragged import IntArray, offsets_of
+from schemas.ragged import FloatArray, offsets_of
 from schemas.records import UPDATE_SHARE_COLUMNS
 from trainer.batches.chains import Origins
-from trainer.forensics.reconstruct import Reconstruction, reconstruct
-from trainer.forensics.replay import Forwarding, refuse_several_processes
+from trainer.forensics.reconstruct import Reconstruction, forwarding, reconstruct
 from trainer.forensics.row_gradients import Linearized, linearize, norm
-from trainer.run.messages import ticking
 
-Values = npt.NDArray[np.float64]
 OF_SEQUENCE = ("gradient_norm", "advantage", "mismatch", "surprise", "score")
 QUANTILE = 0.9
 SHARE_SCALE = 10.0
@@ -53,7 +48,6 @@ class Blame:
     """
 
     run: str  # its directory, as specified
-    places: Mapping[str, str]  # new paths of the dataset and models that have been moved
     update: int  # its `global_step`
     dataset: str
     gradient_norm: float  # |G|, before clipping
@@ -76,20 +70,12 @@ def blame(run: str | Path, update: int, *, places: Mapping[str, str] | None = No
     Raises:
         RolloutError: See `reconstruct`; or `blame_rows`: a user's loss compares rows.
     """
-    refuse_several_processes("blame")
-    with Bar(update, "updates", f"reconstructing update {update}") as bar:
-        passes = Forwarding(bar, num_planned=update)
-        with ticking(passes):
-            reconstruction = reconstruct(run, update, places=places, passes=passes)
-    return attribute(reconstruction, run=run, places=places)
+    with forwarding("blame", "reconstructing", update) as passes:
+        reconstruction = reconstruct(run, update, places=places, passes=passes)
+    return attribute(reconstruction, run=run)
 
 
-def attribute(
-    reconstruction: Reconstruction,
-    *,
-    run: str | Path | None = None,
-    places: Mapping[str, str] | None = None,
-) -> Blame:
+def attribute(reconstruction: Reconstruction, *, run: str | Path | None = None) -> Blame:
     """Attribute a reconstructed update to its rows; see `blame`, also for the errors."""
     step, training = reconstruction.step, reconstruction.run
     origins = step.batch.origins
@@ -104,7 +90,6 @@ def attribute(
     keys = {"run": named, "global_step": reconstruction.update, "dataset": dataset}
     return Blame(
         run=named,
-        places=dict(places or {}),
         update=reconstruction.update,
         dataset=dataset,
         gradient_norm=square**0.5,
@@ -124,36 +109,28 @@ def _units(rows: pl.DataFrame, key: str) -> pl.DataFrame:
 
 
 def _rows(
-    update: Linearized, origins: Origins, norms: Values, token_shares: Values
+    update: Linearized, origins: Origins, norms: FloatArray, token_shares: FloatArray
 ) -> pl.DataFrame:
     """Build the table `Blame.rows`, with each row's index in the batch as `batch_row`."""
-    batch, rows = update.batch, update.rows
-    slots = np.flatnonzero(update.targets)
-    row, size = batch.responses.row_of(slots), len(batch.names)
-    num_targets = np.bincount(row, minlength=size)[rows]
-    share = np.bincount(row, token_shares[slots], size)[rows].astype(np.float64)
-    advantage = np.bincount(row, batch.advantages.numpy()[slots], size)[rows]
-    of_rows = traits(update, norms, share)
+    batch, rows, share = update.batch, update.rows, update.sums(token_shares)
+    of_rows, num_targets = traits(update, norms, share), update.sums(update.targets)
     scores = pl.DataFrame(outlier_scores(of_rows))
     best = scores.to_numpy().argmax(1)
-    labels = [_label(update, origins, slots[row == number], number) for number in rows.tolist()]
-    table = pl.DataFrame(labels).with_columns(
+    table = pl.DataFrame([_label(update, origins, row) for row in rows.tolist()]).with_columns(
         batch_row=rows,
-        instance_id=pl.Series([batch.group_names[batch.group[number]] for number in rows]),
-        num_targets=num_targets,
-        advantage=advantage / num_targets,
-        share=share,
-        gradient_norm=norms,
-        mismatch=of_rows["mismatch"],
-        surprise=of_rows["surprise"],
+        instance_id=pl.Series([batch.group_names[number] for number in batch.group[rows]]),
+        num_targets=num_targets.astype(np.int64),
+        **(of_rows | {"advantage": update.sums(batch.advantages.numpy()) / num_targets}),
         score=scores.max_horizontal(),
         trait=pl.Series([scores.columns[number] for number in best]),
     )
     return table.sort("score", descending=True, maintain_order=True)
 
 
-def _label(update: Linearized, origins: Origins, slots: IntArray, row: int) -> dict[str, Any]:
-    """Name a row of the batch after the stored rows that contain its targets (`slots`)."""
+def _label(update: Linearized, origins: Origins, row: int) -> dict[str, Any]:
+    """Name a row of the batch after the stored rows that contain its targets."""
+    begin, end = update.batch.responses.offsets[row : row + 2]
+    slots = begin + np.flatnonzero(update.targets[begin:end])
     stored = origins.rows[np.unique(origins.of(slots)[0])]
     steps = stored["step_index"].sort().to_list()
     trajectory, of_batch = str(stored["trajectory_id"][0]), update.batch.trajectory
@@ -170,7 +147,7 @@ def _label(update: Linearized, origins: Origins, slots: IntArray, row: int) -> d
 def _shares(
     update: Linearized,
     origins: Origins,
-    token_shares: Values,
+    token_shares: FloatArray,
     rows: pl.DataFrame,
     keys: Mapping[str, Any],
 ) -> pl.DataFrame:
@@ -182,7 +159,7 @@ def _shares(
     the remaining columns are defined in `Blame.rows`. `token_shares` is [T]; `rows` are in order of
     rank.
     """
-    slots = np.flatnonzero(update.targets)
+    slots = update.slots
     stored, position = origins.of(slots)
     used, record = np.unique(stored, return_inverse=True)
     records = origins.rows[used]
@@ -195,7 +172,7 @@ def _shares(
     rank = np.full(len(update.batch.names), -1)
     rank[rows["batch_row"].to_numpy()] = np.arange(len(rows))
     sequence = np.full(len(used), len(rows))
-    np.minimum.at(sequence, record, rank[update.batch.responses.row_of(slots)])
+    np.minimum.at(sequence, record, rank[update.row])
     table = records.with_columns(
         *(pl.lit(value).alias(name) for name, value in keys.items()),
         share=np.bincount(record, token_shares[slots], len(used)),
@@ -212,31 +189,25 @@ def _shares(
     )
 
 
-def traits(update: Linearized, norms: Values, share: Values) -> dict[str, Values]:
+def traits(update: Linearized, norms: FloatArray, share: FloatArray) -> dict[str, FloatArray]:
     """Compute the traits by which a row may stand out, for each row of `update.rows` ([R] each).
 
     These are `share`; `gradient_norm`: L2 norm of the row's gradient; `advantage`: mean of
     |advantage|; `mismatch`: mean of |old_logprobs - rollout_logprobs| in nats, NaN without
     `rollout_logprobs`; `surprise`: mean of -logprobs in nats. Means are over the row's targets.
     """
-    slots, batch, logprobs = np.flatnonzero(update.targets), update.batch, update.outputs
-    row, old = batch.responses.row_of(slots), batch.old_logprobs
-    mismatch = (logprobs if old is None else old) - batch.rollout_logprobs
-
-    def mean(values: Tensor) -> Values:
-        sums = np.bincount(row, values.numpy()[slots].astype(np.float64), len(batch.names))
-        return sums[update.rows] / np.bincount(row, minlength=len(batch.names))[update.rows]
-
+    batch, logprobs, num_targets = update.batch, update.outputs, update.sums(update.targets)
+    old = logprobs if batch.old_logprobs is None else batch.old_logprobs
     return {
         "share": share,
         "gradient_norm": norms,
-        "advantage": mean(batch.advantages.abs()),
-        "mismatch": mean(mismatch.abs()),
-        "surprise": mean(-logprobs),
+        "advantage": update.sums(batch.advantages.abs().numpy()) / num_targets,
+        "mismatch": update.sums((old - batch.rollout_logprobs).abs().numpy()) / num_targets,
+        "surprise": update.sums(-logprobs.numpy()) / num_targets,
     }
 
 
-def outlier_scores(traits: Mapping[str, Values]) -> dict[str, Values]:
+def outlier_scores(traits: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
     """Compute a score for each trait, which measures how far each of R rows stands out in it.
 
     The score of a share p of the gradient is 10 (|p| - 1 / R): a row whose share exceeds 1 / R by
@@ -252,7 +223,7 @@ def outlier_scores(traits: Mapping[str, Values]) -> dict[str, Values]:
     return {name: _score(name, values) for name, values in traits.items()}
 
 
-def _score(name: str, values: Values) -> Values:
+def _score(name: str, values: FloatArray) -> FloatArray:
     if not len(values) or np.isnan(values).any():
         return np.zeros(len(values))
     if name == "share":
@@ -307,10 +278,10 @@ def _dominant(result: Blame) -> dict[str, Any] | None:
     return first
 
 
-def replay_without(result: Blame) -> list[str] | None:
+def replay_without(result: Blame, places: Mapping[str, str]) -> list[str] | None:
     """Return the words of the command that replays the update without the row or trajectory that stands out.
 
-    None if none stands out, or if the update has no other row.
+    None if none stands out, or if the update has no other row. `places` are as for `blame`.
     """
     first = result.rows.row(0, named=True)
     unit = _dominant(result)
@@ -318,7 +289,7 @@ def replay_without(result: Blame) -> list[str] | None:
         return None
     names = first["selectors"] if unit is None else [unit["trajectory_id"]]
     options = [("--without", name) for name in names]
-    options += [("--set", f"{key}={path}") for key, path in result.places.items()]
+    options += [("--set", f"{key}={path}") for key, path in places.items()]
     command = ["rollouts", "replay", result.run, "--update", str(result.update)]
     for name, value in options:  # a value may start as an option does
         command += [f"{name}={value}"] if value.startswith("-") else [name, value]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,22 +12,21 @@ from typing import Any, NamedTuple
 
 from pipelines.view.run_files import changed_rows, metric_lines, recorded_rows
 from rollout_io.configuration import build, checked_values, flat, with_options
+from rollout_io.terminal import Bar
 from schemas.errors import ConfigError, InputError, count
 from trainer.batch import Batch
 from trainer.config.sections import BatchConfig
-from trainer.config.train_config import TrainConfig
+from trainer.config.train_config import PATHS, TrainConfig
 from trainer.rl.config import TABLES
 from trainer.rl.learning import Learning
 from trainer.run.checkpoint import checkpoints
-from trainer.run.messages import UNWATCHED, Passes
+from trainer.run.messages import UNWATCHED, Passes, ticking
 from trainer.run.open_run import open_run
 from trainer.run.resume import load_progress, saved_config
 from trainer.run.run import Progress, Run
 from trainer.run.run_log import CHANGING, STARTS, set_threads, start_of
 from trainer.update import Step, make_update, set_rates, steps
 
-PLACES = ("data.dataset", "model.path", "loss.reference_model", "model.critic_model")
-"""Keys whose values are paths, which may have moved since the run."""
 _EVALUATED = "evaluation/return_mean"
 
 
@@ -69,10 +69,6 @@ class RecordedRun:
         none = None if index_of else f"{where}: the run has not made an update yet."
         raise InputError("replay_update", where, finding, expected, message=none)
 
-    def dataset_of(self, iteration: int) -> Path:
-        """Return the dataset of an iteration of `rollouts rl`, counted from 0."""
-        return self.path / "rollouts" / f"iteration_{iteration:05d}"
-
     def checkpoint_before(self, update: int, *, between_batches: bool = False) -> Path | None:
         """Return the newest checkpoint before an update that has a state; None: the start model.
 
@@ -96,13 +92,9 @@ def naming_damaged(run: RecordedRun, update: int) -> Iterator[None]:
         for step, path in checkpoints(run.path).items():
             if not Path(error.where).is_relative_to(path):
                 continue
-            hint = f"restore {path} from a copy, or move it out of the run: replay then"
-            if step < update:
-                earlier = [p for s, p in checkpoints(run.path).items() if s < step]
-                start = next((p for p in reversed(earlier) if (p / "state").is_dir()), None)
-                hint += f" starts from {start or 'the start model'}"
-            else:
-                hint += " does not compare with it"
+            then = f"starts from {run.checkpoint_before(step) or 'the start model'}"
+            then = then if step < update else "does not compare with it"
+            hint = f"restore {path} from a copy, or move it out of the run: replay then {then}"
             raise error.at(error.where, hint) from error
         raise
 
@@ -113,7 +105,7 @@ def read_recorded(path: Path, places: Mapping[str, str] | None = None) -> Record
     Args:
         path: Directory of the run.
         places: New paths of data and models that have been moved, by key of the configuration (see
-            `PLACES`).
+            `PATHS`).
 
     Raises:
         InputError: `replay_run`: the directory is no run; `resume_config`, `metrics_file`: a file
@@ -134,42 +126,37 @@ def read_recorded(path: Path, places: Mapping[str, str] | None = None) -> Record
     changed |= {"run.trackers": [], "run.log_samples": 0}
     sections = {key: saved[key] for key in saved if key not in ("loop", *TABLES)}
     values = checked_values(TrainConfig, with_options(sections, changed), (), str(file))
-    if lacking := [key for key in PLACES[:2] if not flat(values).get(key)]:
+    paths = flat(values)
+    if lacking := [key for key in PATHS[:2] if not paths.get(key)]:
         raise InputError("resume_config", str(file), f"lacks {' and '.join(lacking)}")
     config = build(TrainConfig, values)
-    _check_places(config, str(file), is_loop=num_iterations is not None)
+    for key in PATHS if num_iterations is None else PATHS[1:]:
+        place = paths.get(key) or ""
+        is_local = "://" not in place and not set(place) & set("*?[")
+        if is_local and not Path(place).exists():
+            finding = f"the run's {key}, {place}, does not exist"
+            hint = f"pass --set {key}=PATH if it has moved, or run the command in the directory in which the run was started"
+            raise ConfigError("replay_place", str(file), finding, hint=hint)
     lines = tuple(line for line in metric_lines(path) if _EVALUATED not in line)
     return RecordedRun(path=path, config=config, num_iterations=num_iterations, lines=lines)
 
 
-def refuse_changed(run: RecordedRun, dataset: str, update: int) -> None:
-    """Refuse a dataset whose rows differ from the rows that an update recorded.
+@contextmanager
+def forwarding(verb: str, doing: str, update: int) -> Iterator[Passes]:
+    """Show the progress of a verb that makes the updates of a run again, up to one of them.
 
     Raises:
-        InputError: `resume_dataset`: a row has changed or is missing.
+        ConfigError: `launch`: the verb was started with torchrun, in several processes.
     """
-    if changed := changed_rows(recorded_rows(run.path, update), dataset):
-        finding = f"the dataset has changed since the run trained on it: {changed}"
-        raise InputError("resume_dataset", dataset, finding, hint=ORIGINAL)
-
-
-ORIGINAL = "replay with the original dataset: --set data.dataset=PATH"
-
-
-def _check_places(config: TrainConfig, file: str, *, is_loop: bool) -> None:
-    """Check that local paths exist; relative ones refer to the directory the run was started in."""
-    for key in PLACES[is_loop:]:
-        section, _, name = key.partition(".")
-        path = getattr(getattr(config, section), name)
-        is_local = path is not None and "://" not in path and not set(path) & set("*?[")
-        if is_local and not Path(path).exists():
-            finding = f"the run's {key}, {path}, does not exist"
-            hint = f"pass --set {key}=PATH if it has moved, or run the command in the directory in which the run was started"
-            raise ConfigError("replay_place", file, finding, hint=hint)
-
-
-Follow = Callable[[Progress | None], Run]
-"""Function that returns the run at a given progress; None: at the progress where it was loaded."""
+    num_processes = os.environ.get("WORLD_SIZE", "1")
+    if num_processes != "1":
+        text = f"WORLD_SIZE is {num_processes}, but `rollouts {verb}` uses one process"
+        hint = "launch it without torchrun"
+        raise ConfigError("launch", "WORLD_SIZE", num_processes, "1", hint, message=text)
+    with Bar(update, "updates", f"{doing} update {update}") as bar:
+        passes = Passes(bar, num_planned=update, moves=True)
+        with ticking(passes):
+            yield passes
 
 
 class Forwarded(NamedTuple):
@@ -234,32 +221,40 @@ def reconstruct(
         >>> made = make_update(before.run, before.step, before.progress)  # doctest: +SKIP
     """
     recorded = read_recorded(Path(run), places).at(update)
-    target = recorded.index_of(update)
+    target, loop = recorded.index_of(update), recorded.num_iterations
     with naming_damaged(recorded, update):
         checkpoint = recorded.checkpoint_before(update, between_batches=at_batch is not None)
-        follow = _opened_loop(recorded, checkpoint) if recorded.num_iterations else None
-        follow = follow or _opened_run(recorded, checkpoint)
-        done = load_progress(checkpoint / "state").global_step if checkpoint else 0
-    forwarded: list[Forwarded] = []
-    set_threads(start_of(recorded.path, done + 1))
-    progress: Progress | None = None
+        num_made = load_progress(checkpoint / "state").global_step if checkpoint else 0
+        learning = Learning(recorded.config, checkpoint, num_iterations=loop) if loop else None
+        part = learning.opened if learning else _opened_run(recorded, checkpoint)
+    progress, forwarded = part.progress, list[Forwarded]()
     prepared: tuple[Run, Batch] | None = None
+    passes.end_update(stepped=num_made)
+    set_threads(start_of(recorded.path, num_made + 1))
     while True:
-        part = follow(progress)
-        progress, begun = part.progress, None
+        if learning:  # which has a plan for each iteration
+            learning.progress = progress
+            part = learning.run_on(
+                recorded.path / "rollouts" / f"iteration_{learning.iteration:05d}"
+            )
+        dataset, begun = part.config.data.dataset, None
         set_rates(part, progress.global_step)
         for step in steps(part, progress.position, passes):
             num_before = target - progress.num_mini_batches
             # The batch of the update begins: its advantages follow from the policy as it is now.
             if at_batch and begun is not step.batch and num_before < step.num_left:
                 prepared = at_batch(part, step)
-            begun = step.batch
+            begun, line = step.batch, recorded.lines[progress.num_mini_batches]
+            if not num_before or (learning and not line.get("skipped")):
+                rows = recorded_rows(recorded.path, line["global_step"])
+                if changed := changed_rows(rows, dataset):
+                    finding = f"the dataset has changed since the run trained on it: {changed}"
+                    raise InputError("resume_dataset", dataset, finding, hint=ORIGINAL)
             if not num_before:
-                refuse_changed(recorded, part.config.data.dataset, update)
                 return Reconstruction(
                     recorded=recorded,
                     update=update,
-                    line=recorded.lines[target],
+                    line=line,
                     checkpoint=checkpoint,
                     forwarded=tuple(forwarded),
                     run=part,
@@ -267,20 +262,16 @@ def reconstruct(
                     step=step,
                     prepared=prepared,
                 )
-            line = recorded.lines[progress.num_mini_batches]
-            if recorded.num_iterations and not line.get("skipped"):
-                refuse_changed(recorded, part.config.data.dataset, line["global_step"])
             stepped = make_update(part, step, progress, passes)
             progress, metrics = stepped.progress, stepped.metrics
             passes.end_update(stepped=not metrics["skipped"])
             set_threads(start_of(recorded.path, progress.global_step + 1))
             forwarded.append(Forwarded(line, iteration_of(recorded, part) | metrics))
             _check_skipped(recorded, line, metrics)
-        if not recorded.num_iterations:
+        if not learning:
             finding = f"the run has {count(progress.num_mini_batches, 'mini-batch', 'es')}"
             expected = f"at least {target + 1}, as in metrics.jsonl"
-            where = part.config.data.dataset
-            raise InputError("resume_dataset", where, finding, expected, ORIGINAL)
+            raise InputError("resume_dataset", dataset, finding, expected, ORIGINAL)
 
 
 def iteration_of(recorded: RecordedRun, run: Run) -> dict[str, int]:
@@ -288,7 +279,10 @@ def iteration_of(recorded: RecordedRun, run: Run) -> dict[str, int]:
     return {"iteration": run.first_batch} if recorded.num_iterations else {}
 
 
-def _opened_run(recorded: RecordedRun, checkpoint: Path | None) -> Follow:
+ORIGINAL = "replay with the original dataset: --set data.dataset=PATH"
+
+
+def _opened_run(recorded: RecordedRun, checkpoint: Path | None) -> Run:
     """Load a run of `rollouts train`, whose plan spans all its updates."""
     try:
         run = open_run(recorded.config, resume=None, checkpoint=checkpoint)
@@ -300,31 +294,18 @@ def _opened_run(recorded: RecordedRun, checkpoint: Path | None) -> Follow:
         if error.rule != "resume_dataset":
             raise
         raise error.at(recorded.config.data.dataset, ORIGINAL) from None
-    return lambda _: run
-
-
-def _opened_loop(recorded: RecordedRun, checkpoint: Path | None) -> Follow:
-    """Load a run of `rollouts rl`, which has a plan for each iteration."""
-    assert recorded.num_iterations is not None
-    learning = Learning(recorded.config, checkpoint, num_iterations=recorded.num_iterations)
-
-    def follow(progress: Progress | None) -> Run:
-        if progress is not None:
-            learning.progress = progress
-        return learning.run_on(recorded.dataset_of(learning.iteration))
-
-    return follow
+    return run
 
 
 def _check_skipped(
     recorded: RecordedRun, line: Mapping[str, Any], metrics: Mapping[str, Any]
 ) -> None:
     """Check that a replayed mini-batch is skipped if and only if the run skipped it."""
-    then, now = bool(line.get("skipped")), bool(metrics["skipped"])
-    if then == now:
+    then = bool(line.get("skipped"))
+    if then == bool(metrics["skipped"]):
         return
     which = f"the mini-batch after update {line['global_step'] - (not then)}"
-    ran, now_ = ("skipped", "is not skipped") if then else ("did not skip", "is skipped")
-    finding = f"the run {ran} {which}, but now it {now_}"
+    ran, now = ("skipped", "is not skipped") if then else ("did not skip", "is skipped")
+    finding = f"the run {ran} {which}, but now it {now}"
     hint = "replay on the machine of the run, with the same versions of its packages"
     raise InputError("replay_skipped", str(recorded.path), finding, hint=hint)

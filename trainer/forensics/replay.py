@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,40 +10,34 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import polars as pl
 import torch
 
+from rollout_io.configuration import build, checked_values
 from rollout_io.dataset.filesystems import whole, writable
 from rollout_io.dataset.locking import destination
-from rollout_io.terminal import Bar
 from schemas.errors import ConfigError, InputError, count
-from schemas.records import token_record_path
+from schemas.ragged import BoolArray
+from trainer.batch import Batch, cut_batch, groups_with_gradient
+from trainer.batches.chains import Origins
+from trainer.batches.plan import split
+from trainer.config.sections import AdvantageConfig, LossConfig, OptimizerConfig
+from trainer.config.train_config import PATHS, TrainConfig
 from trainer.forensics.reconstruct import (
     Reconstruction,
-    iteration_of,
+    forwarding,
     naming_damaged,
     read_recorded,
     reconstruct,
 )
-from trainer.forensics.replay_changes import (
-    apply_settings,
-    changed_config,
-    prepared,
-    split_settings,
-    with_batch,
-    without_rows,
-)
-from trainer.forensics.replay_comparison import (
-    Comparison,
-    Difference,
-    as_recorded,
-    compared_metrics,
-)
-from trainer.run.checkpoint import checkpoint_path, write_model
-from trainer.run.messages import Passes, ticking
-from trainer.run.resume import load_progress
+from trainer.forensics.replay_comparison import Comparison, Difference, as_recorded
+from trainer.run.checkpoint import write_model
+from trainer.run.metrics import batch_metrics
+from trainer.run.open_run import frozen_reference, load_reference, open_run
 from trainer.run.run import Run
 from trainer.run.run_log import CHANGING, MACHINE, start_of, starts_of, this_machine
-from trainer.update import Step, make_update
+from trainer.update import Step, make_update, read_groups, ready_batch, set_rates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,56 +97,46 @@ def replay(
         True
         >>> replay("run", 12, without=["g3_1"]).changed["grad_norm"]  # doctest: +SKIP
     """
-    refuse_several_processes("replay")
     path = Path(run)
     if out is not None:
         _refuse_taken(Path(out), path)
     places, settings = split_settings(settings)
-    recorded = read_recorded(path, places)
-    recorded.index_of(update)
-    changed_config(recorded.config, settings)
+    changed_config(read_recorded(path, places).config, settings)
     at_batch = partial(prepared, settings=settings) if settings else None
-    with naming_damaged(recorded, update):
-        start = recorded.checkpoint_before(update, between_batches=bool(settings))
-        num_made = load_progress(start / "state").global_step if start else 0
-    with Bar(update, "updates", f"replaying update {update}", done=num_made) as bar:
-        passes = Forwarding(bar, num_planned=update, num_made=num_made)
-        with ticking(passes):
-            before = reconstruct(path, update, places=places, at_batch=at_batch, passes=passes)
-            is_changed = bool(settings or without)
-            first = _paused(before.run) if is_changed else before.run
-            # clip_cov draws the same numbers in both updates.
-            with torch.random.fork_rng(enabled=is_changed):
-                result = make_update(first, before.step, before.progress, passes)
-            passes.end_update(stepped=not result.metrics["skipped"])
-            run_after, changed = before.run, None
-            if is_changed:
-                step = before.step
-                if before.prepared is not None:
-                    changed_run, batch = before.prepared
-                    run_after = dataclasses.replace(changed_run, progress=run_after.progress)
-                    step = with_batch(before.run, step, batch)
-                step = without_rows(run_after, step, without) if without else step
-                apply_settings(run_after, before.progress.global_step)
-                changed = as_recorded(make_update(run_after, step, before.progress, passes).metrics)
-    with naming_damaged(recorded, update):
-        compared, differences = _compared(before, result, is_changed=is_changed)
+    with forwarding("replay", "replaying", update) as passes:
+        before = reconstruct(path, update, places=places, at_batch=at_batch, passes=passes)
+        is_changed = bool(settings or without)
+        first = _paused(before.run) if is_changed else before.run
+        # clip_cov draws the same numbers in both updates.
+        with torch.random.fork_rng(enabled=is_changed):
+            result = make_update(first, before.step, before.progress, passes)
+        passes.end_update(stepped=not result.metrics["skipped"])
+        run_after, step, changed = before.run, before.step, None
+        if is_changed:
+            if before.prepared is not None:
+                changed_run, batch = before.prepared
+                run_after = dataclasses.replace(changed_run, progress=run_after.progress)
+                step = with_batch(before.run, step, batch)
+            step = without_rows(run_after, step, without) if without else step
+            apply_settings(run_after, before.progress.global_step)
+            changed = as_recorded(make_update(run_after, step, before.progress, passes).metrics)
+    comparison = Comparison(before)
+    with naming_damaged(before.recorded, update):
+        comparison.compare(result, is_changed=is_changed)
     if out is not None:
         _write(Path(out), run_after)
-    iteration = iteration_of(before.recorded, before.run)
-    names = compared_metrics(before.line, is_loop=bool(iteration))
     return Replay(
         run=str(path),
         update=update,
-        iteration=iteration.get("iteration"),
+        iteration=comparison.replayed.get("iteration"),
         checkpoint=None if before.checkpoint is None else str(before.checkpoint),
         num_forwarded=len(before.forwarded),
         num_threads=torch.get_num_threads(),
-        compared=tuple(compared),
-        not_compared=tuple(name for name in before.line if name not in names),
-        differences=tuple(differences),
+        compared=tuple(comparison.compared),
+        not_compared=tuple(n for n in before.line if n not in comparison.names(before.line)),
+        differences=tuple(comparison.differences),
         recorded=before.line,
-        replayed=as_recorded(iteration | result.metrics),
+        replayed=comparison.replayed,
         changed=changed,
         changes=(*settings, *(f"without {row}" for row in without)),
         notes=tuple(_notes(before)),
@@ -161,68 +144,17 @@ def replay(
     )
 
 
-class Forwarding(Passes):
-    """`Passes` that also advance the progress bar after each replayed update."""
-
-    def __init__(self, bar: Bar, *, num_planned: int, num_made: int = 0) -> None:
-        super().__init__(bar, num_planned=num_planned, num_made=num_made)
-        self._main = bar
-
-    def end_update(self, *, stepped: bool) -> None:
-        """See `Passes.end_update`."""
-        super().end_update(stepped=stepped)
-        self._main.update(int(stepped))
-
-
 def _paused(run: Run) -> Run:
     """Return a copy of the run whose optimizers clear the gradient but never step."""
 
     def paused(optimizer: torch.optim.Optimizer) -> Any:
-        names = ("zero_grad", "param_groups")
-        settings = {name: getattr(optimizer, name) for name in names}
-        return SimpleNamespace(**settings, step=lambda: None)
+        clear, groups = optimizer.zero_grad, optimizer.param_groups
+        return SimpleNamespace(zero_grad=clear, param_groups=groups, step=lambda: None)
 
     critic = run.critic_optimizer
     return dataclasses.replace(
         run, optimizer=paused(run.optimizer), critic_optimizer=critic and paused(critic)
     )
-
-
-def _compared(
-    before: Reconstruction, result: Step, *, is_changed: bool
-) -> tuple[list[str], list[Difference]]:
-    """Compare a replayed update with the run's records: what is compared, and what differs.
-
-    The weights and the state after the update are compared too, unless changes are made to it.
-    """
-    recorded, update, run = before.recorded, before.update, before.run
-    is_loop, comparison = recorded.num_iterations is not None, Comparison(run, update)
-    for one in before.forwarded:
-        comparison.metrics(one.recorded, one.metrics, is_loop=is_loop)
-    replayed = iteration_of(recorded, run) | result.metrics
-    comparison.metrics(before.line, replayed, is_loop=is_loop)
-    compared = [count(len(compared_metrics(before.line, is_loop=is_loop)), "metric")]
-    if before.forwarded:
-        on_the_way = count(len(before.forwarded), "update")
-        compared.append(f"the metrics of {on_the_way} before it")
-    if token_record_path(recorded.path, update).is_file():
-        comparison.tokens(recorded.path, result.tokens)
-        compared.append("the recorded tokens")
-    folder = checkpoint_path(recorded.path, update)
-    if folder.is_dir() and not is_changed:
-        comparison.weights(folder)
-        compared.append(f"the weights of {folder}")
-        if run.critic is not None:
-            comparison.critic(folder / "critic")
-            compared.append("its critic")
-        if (folder / "state").is_dir():
-            comparison.state(folder / "state", result.progress)
-            compared.append("its optimizers and position")
-    version = recorded.path / "weights" / f"version_{run.first_batch + 1}"
-    if is_loop and before.step.num_left == 1 and version.is_dir() and not is_changed:
-        comparison.weights(version)
-        compared.append(f"the weights of {version}")
-    return compared, comparison.differences
 
 
 def _notes(before: Reconstruction) -> Iterator[str]:
@@ -243,19 +175,6 @@ def _notes(before: Reconstruction) -> Iterator[str]:
             yield f"{key} was changed by --resume between updates {first} and {update}"
 
 
-def refuse_several_processes(verb: str) -> None:
-    """Refuse to make an update in several processes.
-
-    Raises:
-        ConfigError: `launch`: the verb was started with torchrun.
-    """
-    num_processes = os.environ.get("WORLD_SIZE", "1")
-    if num_processes != "1":
-        text = f"WORLD_SIZE is {num_processes}, but `rollouts {verb}` uses one process"
-        hint = "launch it without torchrun"
-        raise ConfigError("launch", "WORLD_SIZE", num_processes, "1", hint, message=text)
-
-
 def _refuse_taken(out: Path, run: Path) -> None:
     """Refuse an output directory that exists or is inside the run."""
     finding, hint = "the output path already exists", "choose a different --out, or remove it"
@@ -272,3 +191,192 @@ def _write(out: Path, run: Run) -> None:
         write_model(partial, unwrap(run.policy).model, run.source)
         if run.critic is not None:
             unwrap(run.critic).save(partial / "critic")
+
+
+MAY_CHANGE = (
+    {f"loss.{key}" for key in LossConfig.__dataclass_fields__}
+    | {f"advantage.{key}" for key in AdvantageConfig.__dataclass_fields__}
+    | {f"optimizer.{key}" for key in OptimizerConfig.__dataclass_fields__}
+    | {"data.outcome", "data.failed", "data.partial_groups", "batch.tokens_per_micro_batch"}
+) - {*PATHS, "optimizer.algorithm"}
+"""Keys that may change for a single update: they affect neither the models nor the rows of the
+update's batch."""
+
+
+def split_settings(settings: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Split `key=value` strings into new paths of the dataset and models, and changed settings.
+
+    Example:
+        >>> split_settings(["model.path=other/", "optimizer.learning_rate=1e-5"])
+        ({'model.path': 'other/'}, ['optimizer.learning_rate=1e-5'])
+    """
+    places, changes = dict[str, str](), []
+    for setting in settings:
+        key, _, value = (part.strip() for part in setting.partition("="))
+        if key in PATHS and value:
+            places[key] = value
+        else:
+            changes.append(setting.strip())
+    return places, changes
+
+
+def changed_config(config: TrainConfig, settings: Sequence[str]) -> TrainConfig:
+    """Apply `key=value` strings to the configuration of a run.
+
+    Raises:
+        ConfigError: `replay_change`: a key affects more than one update; `config_key`,
+            `config_value`: see `load_config`.
+    """
+    values = checked_values(TrainConfig, dataclasses.asdict(config), settings, "config.json")
+    for setting in settings:
+        key = ".".join(setting.partition("=")[0].strip().split(".")[:2])
+        if key not in MAY_CHANGE:
+            finding = f"`{key}`, which cannot change for a single update"
+            expected = "a key of the loss, the advantages or the optimizer"
+            hint = "start a run with it: rollouts train DS --model DIR --out RUN"
+            raise ConfigError("replay_change", f"--set {setting}", finding, expected, hint)
+    return build(TrainConfig, values)
+
+
+def prepared(run: Run, step: Step, settings: Sequence[str]) -> tuple[Run, Batch]:
+    """Return a run with different settings (`key=value`), and the batch of a step made ready with them.
+
+    The models and optimizers stay the same. Advantages, old and reference log-probabilities, and values
+    are computed again: the run must be at the start of the batch.
+
+    Raises:
+        ConfigError: `replay_change`: the settings need a critic that the run does not have.
+        RolloutError: The dataset cannot be used with these settings.
+    """
+    config = changed_config(run.config, settings)
+    if config.advantage.needs_critic and run.critic is None:
+        finding = f"{config.advantage.estimator} needs a critic, which the run has not trained"
+        hint = "choose an estimator without a critic"
+        raise ConfigError("replay_change", "--set advantage.estimator", finding, hint=hint)
+    reference = run.reference if config.loss.needs_reference else None
+    if reference is None:
+        loaded = load_reference(config)
+        reference = frozen_reference(run.accelerator, config, run.policy, loaded)
+    changed = open_run(
+        config,
+        resume=None,
+        opened=dataclasses.replace(run, reference=reference),
+        num_planned=run.num_planned,
+        first_batch=run.first_batch,
+        tell=lambda _subject, _remark: None,
+    )
+    position, coef = step.before, config.loss.kl_reward_coef
+    if coef != run.config.loss.kl_reward_coef:
+        position = dataclasses.replace(position, kl_coef=coef)
+    groups = step.batch.groups
+    return changed, ready_batch(changed, groups, position, *read_groups(changed, groups))
+
+
+def with_batch(run: Run, step: Step, batch: Batch) -> Step:
+    """Return a mini-batch with the rows of a `prepared` batch."""
+    before, after = (one.mini_batches[step.number].metrics for one in (step.batch, batch))
+    others = {name: value for name, value in step.metrics.items() if name not in before}
+    groups = _trained_groups(run, step, batch)
+    return dataclasses.replace(step, batch=batch, trained_groups=groups, metrics=after | others)
+
+
+def apply_settings(run: Run, global_step: int) -> None:
+    """Apply the configuration of a changed run to its optimizers and its policy."""
+    set_rates(run, global_step)
+    settings = run.config.optimizer
+    for _, optimizer in run.optimizers.values():
+        for group in optimizer.param_groups:
+            group |= {"betas": settings.betas, "weight_decay": settings.weight_decay}
+    run.whole_policy.entropy_gradient = run.config.loss.entropy_loss_coef > 0
+
+
+def without_rows(run: Run, step: Step, without: Sequence[str]) -> Step:
+    """Leave rows out of the loss of a mini-batch, as if it had been built without them.
+
+    The denominators of `loss.reduction` count only the rows, trajectories and groups that remain,
+    and the gradient is clipped again. Advantages, old and reference log-probabilities and values do
+    not change: the row stays in the baseline of its group. In a merged row, the tokens of a step that
+    is left out remain as the context of later steps; the row no longer counts once none of its
+    targets remains.
+
+    `without` are trajectories, or rows `TRAJECTORY:STEP` with the stored `step_index`.
+
+    Raises:
+        InputError: `replay_without`: a row is not in the mini-batch or does not train, or none
+            remains.
+    """
+    batch = step.batch
+    assert batch.origins is not None
+    slots = np.arange(len(batch.trains))
+    row = batch.responses.row_of(slots)
+
+    def has(tokens: BoolArray) -> BoolArray:
+        return np.bincount(row[tokens], minlength=len(batch.names)) > 0
+
+    trained = batch.trains & (batch.mini_batch == step.number)[row]
+    stored, _ = batch.origins.of(slots)
+    used = np.zeros(len(batch.origins.rows), np.bool_)
+    used[stored[trained]] = True
+    chosen = _chosen(run, batch.origins, without, used)
+    leaves = trained & chosen[stored]
+    if not (trained & ~leaves).any():
+        finding, hint = "no row of the update remains", "leave fewer rows out"
+        raise InputError("replay_without", "--without", finding, hint=hint)
+    # Rows whose targets are all left out, and rows without targets whose steps are all chosen.
+    all_chosen = has(slots >= 0) & ~has(~chosen[stored])
+    gone = ~has(trained & ~leaves) & (has(trained) | all_chosen)
+    # The removed rows move to a mini-batch that is never trained, so no denominator counts them.
+    nowhere = len(batch.mini_batches)
+    batch = dataclasses.replace(
+        batch,
+        trains=batch.trains & ~leaves,
+        mini_batch=np.where(gone & (batch.mini_batch == step.number), nowhere, batch.mini_batch),
+    )
+    mini_batches = tuple(cut_batch(batch, run.config.batch))
+    counted = _metrics_without(run, step, batch)
+    metrics = step.metrics | mini_batches[step.number].metrics | counted
+    batch = dataclasses.replace(batch, mini_batches=mini_batches)
+    groups = _trained_groups(run, step, batch)
+    return dataclasses.replace(step, batch=batch, trained_groups=groups, metrics=metrics)
+
+
+def _trained_groups(run: Run, step: Step, batch: Batch) -> frozenset[str]:
+    """Return the groups of a mini-batch that have a gradient in a changed batch."""
+    groups = split(step.batch.groups, run.config.batch.groups_per_mini_batch)[step.number]
+    return groups_with_gradient(run.accelerator, batch).intersection(groups)
+
+
+def _chosen(run: Run, origins: Origins, without: Sequence[str], used: BoolArray) -> BoolArray:
+    """Return a mask of the stored rows to leave out ([D] bool).
+
+    `used` marks the rows that the update trains on.
+    """
+    names, steps = origins.rows["trajectory_id"], origins.rows["step_index"]
+    chosen = np.zeros(len(names), np.bool_)
+    for selector in without:
+        matches = (names == selector).to_numpy()
+        name, colon, number = selector.rpartition(":")
+        if not matches.any() and colon and number.isdecimal():
+            matches = ((names == name) & (steps == int(number))).to_numpy()
+        chosen |= matches
+        if (matches & used).any():
+            continue
+        finding = "no such row in the update"
+        if matches.any():
+            finding = f"{count(int(matches.sum()), 'row')}, none of which the update trains on"
+        examples = names.filter(used).unique(maintain_order=True).head(3).to_list()
+        expected = f"rows that it trains on, such as the rows of {', '.join(examples)}"
+        hint = f"list the rows of its dataset: rollouts inspect {run.config.data.dataset}"
+        raise InputError("replay_without", f"--without {selector}", finding, expected, hint)
+    return chosen
+
+
+def _metrics_without(run: Run, step: Step, batch: Batch) -> dict[str, Any]:
+    """Recompute the mini-batch's counts and means without trajectories that have no rows left."""
+    before, after = (one.trajectory[one.mini_batch == step.number] for one in (step.batch, batch))
+    groups, every = step.batch.groups, run.plan.trajectories
+    ids = every.filter(pl.col("instance_id").is_in(list(groups)))["trajectory_id"].sort()
+    lost = ids[np.setdiff1d(before, after)]  # as `Batch.trajectory` numbers them
+    others = every.filter(~pl.col("trajectory_id").is_in(lost.implode()))
+    plan = dataclasses.replace(run.plan, trajectories=others)
+    return batch_metrics(run.accelerator, plan, batch, groups)[step.number]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,13 +21,16 @@ from torch import Tensor
 from pipelines.view.run_files import read_tokens
 from schemas.errors import InputError, count
 from schemas.ragged import IntArray
+from schemas.records import token_record_path
 from schemas.run_metrics import LOOP_METRICS
+from trainer.forensics.reconstruct import Reconstruction, iteration_of
 from trainer.models.critic import VALUE_HEAD
-from trainer.models.lora import WEIGHTS, adapter_weights
-from trainer.run.checkpoint import write_model
+from trainer.models.lora import WEIGHTS, adapter_weights, checkpoint_weights
+from trainer.run.checkpoint import checkpoint_path
 from trainer.run.resume import load_progress, optimizer_tensors
-from trainer.run.run import Progress, Run
+from trainer.run.run import Progress
 from trainer.run.run_log import line_of
+from trainer.update import Step
 
 TIMES = frozenset({"seconds", "tokens_per_s", "wait_seconds", "sync_seconds"})
 SAMPLED = frozenset({"num_dropped_groups", *LOOP_METRICS} - {"iteration"}) - TIMES
@@ -72,16 +73,13 @@ class Difference:
         what = {"metrics": "metric", "tokens": "token record", "weights": "weight"}
         kind = what.get(self.part, self.part)
         size = "" if self.largest is None else f" (a difference of {self.largest:.3g})"
-        values = f"{_shown(self.replayed)}, but {_shown(self.recorded)} was recorded"
+        now, then = ("nothing" if one is None else one for one in (self.replayed, self.recorded))
+        values = f"{now}, but {then} was recorded"
         if self.part in ("metrics", "progress"):
             return f"update {self.update}: the {kind} {self.name} is {values}{size}"
         many = f"{self.num_different:,} of {count(self.num_values, 'value')} of the {kind} {self.name} differ"
         most = "" if self.largest is None else f", by at most {self.largest:.3g}"
         return f"update {self.update}: {many}{most}; the first, at {self.place}, is {values}"
-
-
-def _shown(value: Any) -> str:
-    return "nothing" if value is None else str(value)
 
 
 def as_recorded(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,39 +88,78 @@ def as_recorded(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return recorded
 
 
-def compared_metrics(line: Iterable[str], *, is_loop: bool) -> list[str]:
-    """List the metrics of a line to compare: all except times and metrics of sampling."""
-    names = (name for name in line if name not in TIMES)
-    if is_loop:
-        names = (n for n in names if n not in SAMPLED and not n.startswith(ENVIRONMENT))
-    return list(names)
-
-
-@dataclass(slots=True)
 class Comparison:
-    """Compares a run after a replayed update with its records bit for bit, and collects what differs."""
+    """Compares a replayed update with the records of the run bit for bit.
 
-    run: Run
-    update: int
-    differences: list[Difference] = field(default_factory=list)
+    Args:
+        before: The run just before the update.
 
-    def metrics(
-        self, line: Mapping[str, Any], metrics: Mapping[str, Any], *, is_loop: bool
-    ) -> None:
-        """Compare metrics with the line that the run wrote."""
-        replayed = as_recorded(metrics)
-        for name in compared_metrics(dict.fromkeys((*line, *replayed)), is_loop=is_loop):
+    Attributes:
+        compared: Descriptions of the data that were compared.
+        differences: All that differs, in the order of the updates.
+        replayed: Metrics of the replayed update, as the run would have recorded them.
+    """
+
+    def __init__(self, before: Reconstruction) -> None:
+        self._before, self._run, self._folder = before, before.run, before.recorded.path
+        self._is_loop = before.recorded.num_iterations is not None
+        self.compared, self.differences = list[str](), list[Difference]()
+        self.replayed: dict[str, Any] = {}
+
+    def compare(self, result: Step, *, is_changed: bool) -> None:
+        """Compare the update, and those that were replayed before it, after the update was made.
+
+        With `is_changed`, the models and optimizers are not those after the update.
+
+        Raises:
+            InputError: `readable_file`, `checkpoint_state`, `model_load`: a file of the run is damaged.
+        """
+        before, run, folder = self._before, self._run, self._folder
+        metrics = iteration_of(before.recorded, run) | result.metrics
+        self.replayed = as_recorded(metrics)
+        for line, replayed in (*before.forwarded, (before.line, metrics)):
+            self._metrics(line, as_recorded(replayed))
+        self.compared.append(count(len(self.names(before.line)), "metric"))
+        if before.forwarded:
+            on_the_way = count(len(before.forwarded), "update")
+            self.compared.append(f"the metrics of {on_the_way} before it")
+        if token_record_path(folder, before.update).is_file():
+            self._tokens(result.tokens)
+            self.compared.append("the recorded tokens")
+        if is_changed:
+            return
+        saved = checkpoint_path(folder, before.update)
+        if saved.is_dir():
+            self._weights(saved)
+            if run.critic is not None:
+                self.compared.append("its critic")
+                critic: Any = run.accelerator.unwrap_model(run.critic)
+                head, file = critic.value_head.state_dict(), saved / "critic" / VALUE_HEAD
+                self._file("weights", file, head, "value_head.")
+                self._model(file.parent, critic.model)
+            if (saved / "state").is_dir():
+                self._state(saved / "state", result.progress)
+        version = folder / "weights" / f"version_{run.first_batch + 1}"
+        if self._is_loop and before.step.num_left == 1 and version.is_dir():
+            self._weights(version)
+
+    def names(self, line: Iterable[str]) -> list[str]:
+        """List the metrics of a line to compare: all except times and metrics of sampling."""
+        names = (name for name in line if name not in TIMES)
+        if self._is_loop:
+            names = (n for n in names if n not in SAMPLED and not n.startswith(ENVIRONMENT))
+        return list(names)
+
+    def _metrics(self, line: Mapping[str, Any], replayed: Mapping[str, Any]) -> None:
+        for name in self.names(dict.fromkeys((*line, *replayed))):
             then, now = line.get(name), replayed.get(name)
             if then != now or (name in line) != (name in replayed):
                 self._add("metrics", name, then, now, update=line["global_step"])
 
-    def tokens(self, folder: Path, tokens: pa.Table | None) -> None:
-        """Compare the token records of all rows with those in a run's directory, column by column.
-
-        Raises:
-            InputError: `readable_file`: the file of the run is damaged.
-        """
-        recorded = read_tokens(folder, self.update).drop("global_step", "dataset", strict=False)
+    def _tokens(self, tokens: pa.Table | None) -> None:
+        """Compare the token records of all rows, column by column."""
+        recorded = read_tokens(self._folder, self._before.update)
+        recorded = recorded.drop("global_step", "dataset", strict=False)
         empty = pl.DataFrame(schema=recorded.schema)
         replayed = empty if tokens is None else pl.DataFrame(pl.from_arrow(tokens))
         keys = recorded.select(KEYS)
@@ -139,27 +176,19 @@ class Comparison:
             place = partial(_token, keys, ends)
             self._arrays("tokens", name, _numbers(before), _numbers(after), place)
 
-    def weights(self, folder: Path) -> None:
-        """Compare the policy with a model directory that the run wrote; adapters before they are merged."""
-        model: Any = self.run.accelerator.unwrap_model(self.run.policy).model
+    def _weights(self, folder: Path) -> None:
+        """Compare the policy with a model directory; adapters before they are merged."""
+        self.compared.append(f"the weights of {folder}")
+        model = self._run.whole_policy.model
         if adapter := adapter_weights(model.state_dict()):
             self._file("weights", folder / "adapter" / WEIGHTS, adapter)
         else:
             self._model(folder, model)
 
-    def critic(self, folder: Path) -> None:
-        """Compare the critic with the directory of a critic that the run wrote."""
-        critic: Any = self.run.accelerator.unwrap_model(self.run.critic)
-        self._file("weights", folder / VALUE_HEAD, critic.value_head.state_dict(), "value_head.")
-        self._model(folder, critic.model)
-
-    def state(self, folder: Path, progress: Progress) -> None:
-        """Compare optimizers and progress with a checkpoint's `state/`.
-
-        Raises:
-            InputError: `checkpoint_state`: the state cannot be read.
-        """
-        for name, tensors in optimizer_tensors(self.run.optimizers, keep=True).items():
+    def _state(self, folder: Path, progress: Progress) -> None:
+        """Compare optimizers and progress with a checkpoint's `state/`."""
+        self.compared.append("its optimizers and position")
+        for name, tensors in optimizer_tensors(self._run.optimizers, keep=True).items():
             self._file("optimizer", folder / f"{name}.safetensors", tensors)
         then = load_progress(folder)
         if then.num_mini_batches != progress.num_mini_batches:  # some were skipped after the update
@@ -174,16 +203,10 @@ class Comparison:
         self._file("progress", folder / "batch.safetensors", progress.position.outputs)
 
     def _model(self, folder: Path, model: Any) -> None:
-        state: dict[str, Tensor] = model.state_dict()
-        files = [path for path in sorted(folder.glob("*.safetensors")) if path.name != VALUE_HEAD]
-        if not {name for path in files for name, _ in _tensors(path, reads=False)} <= state.keys():
-            with tempfile.TemporaryDirectory() as scratch:  # names change when the model is saved
-                saved = Path(scratch) / "model"
-                write_model(saved, model, self.run.source)
-                written = (_tensors(path) for path in saved.glob("*.safetensors"))
-                state = dict(chain.from_iterable(written))
-        for path in files:
-            self._file("weights", path, state)
+        state = dict(checkpoint_weights(model))
+        for path in sorted(folder.glob("*.safetensors")):
+            if path.name != VALUE_HEAD:
+                self._file("weights", path, state)
 
     def _file(
         self, part: Part, file: Path, tensors: Mapping[str, Tensor], prefix: str = ""
@@ -194,7 +217,7 @@ class Comparison:
             recorded.add(name)
             now = tensors.get(name)
             if now is None or now.shape != then.shape or now.dtype != then.dtype:
-                self._add(part, prefix + name, _kind(then), _kind(now))
+                self._add(part, prefix + name, _kind(then), now if now is None else _kind(now))
             else:
                 self._arrays(part, prefix + name, _array(then), _array(now), "index {}".format)
         for name in sorted(tensors.keys() - recorded) if part != "weights" else ():
@@ -218,7 +241,7 @@ class Comparison:
         self._add(part, name, *values, place=place(int(at[0])), **size)
 
     def _add(self, part: Part, name: str, recorded: Any, replayed: Any, **more: Any) -> None:
-        values = {"update": self.update, "recorded": recorded, "replayed": replayed}
+        values = {"update": self._before.update, "recorded": recorded, "replayed": replayed}
         if all(isinstance(value, int | float) for value in (recorded, replayed)):
             values["largest"] = abs(replayed - recorded)
         self.differences.append(Difference(part=part, name=name, **values | more))
@@ -240,9 +263,8 @@ def _numbers(values: pl.Series) -> Bits:
     return values.cast(pl.Int64).fill_null(-1).to_numpy()
 
 
-def _kind(tensor: Tensor | None) -> str | None:
-    text = None if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
-    return text and text.removeprefix("torch.")
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}".removeprefix("torch.")
 
 
 def _array(tensor: Tensor) -> Bits:
@@ -251,12 +273,12 @@ def _array(tensor: Tensor) -> Bits:
     return bits
 
 
-def _tensors(file: Path, *, reads: bool = True) -> Iterator[tuple[str, Tensor]]:
+def _tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a file that the run saved, so that a large file need not fit in memory."""
     try:
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118
-                yield name, opened.get_tensor(name) if reads else torch.empty(0)
+                yield name, opened.get_tensor(name)
     except (OSError, SafetensorError) as error:
         reason = str(error).partition("\n")[0]
         if file.parent.name == "state":

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.func import functional_call
@@ -31,16 +32,13 @@ from torch.func import functional_call
 from schemas.errors import InputError, RolloutError
 from schemas.ragged import BoolArray, FloatArray, IntArray
 from trainer.batch import Batch, completed
-from trainer.batches.forest import Forest, chain_forests
+from trainer.batches.forest import Forest, chain_forest
 from trainer.config.functions import POLICY_LOSS
 from trainer.loss import objective, targets_of, with_target_weights
 from trainer.models.attention import forward_mode_attention
-from trainer.models.policy import Policy
 from trainer.run.run import Run
 
 forward_ad: Any = torch.autograd.forward_ad
-BUDGET = 4096
-"""Tokens per micro-batch when rows are forwarded alone."""
 SEPARATE = 1e-3
 """Rows count as separate if leaving out other rows changes the derivatives of their loss by at most
 this much, relative to the largest derivative of the micro-batch."""
@@ -62,9 +60,24 @@ class Linearized:
     outputs: Tensor  # [T] log-probabilities of the targets, nats
 
     @property
+    def slots(self) -> IntArray:
+        """[M] targets of the update, as indices into the batch's response tokens."""
+        return np.flatnonzero(self.targets)
+
+    @property
+    def row(self) -> IntArray:
+        """[M] row of each target."""
+        return self.batch.responses.row_of(self.slots)
+
+    @property
     def rows(self) -> IntArray:
         """[R] rows of the batch that have targets in the update, ascending."""
-        return np.unique(self.batch.responses.row_of(np.flatnonzero(self.targets)))
+        return np.unique(self.row)
+
+    def sums(self, values: npt.NDArray[Any]) -> FloatArray:
+        """Sum values of the T response tokens over the targets of each row ([R])."""
+        sums = np.bincount(self.row, values[self.slots])[self.rows]
+        return sums.astype(np.float64)
 
     @property
     def _parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -78,14 +91,13 @@ class Linearized:
     def gradient(self, row: int) -> list[Tensor]:
         """Compute the gradient of a row by forwarding only this row."""
         batch, device = self.batch, self.learner.accelerator.device
-        parameters, rows = list(self._parameters.values()), np.array([row])
-        forests = chain_forests(
-            batch.prompts, batch.responses, self.targets, rows, BUDGET, routes=batch.routes
-        )
-        (forest,) = completed(forests, batch)  # a row is in one micro-batch, whatever its length
+        tokens, rows = (batch.prompts, batch.responses), np.array([row])
+        alone = chain_forest(*tokens, self.targets, rows, batch.routes)
+        (forest,) = completed([alone], batch)
         slot = forest.target_slot
         outputs = self.learner.policy(forest.to(device), batch.temperature[slot].to(device))
         weighted = self._weighted(slot, *outputs).sum()
+        parameters = list(self._parameters.values())
         return list(torch.autograd.grad(weighted, parameters, materialize_grads=True))
 
     def gradients(self) -> tuple[FloatArray, list[Tensor]]:
@@ -118,12 +130,7 @@ class Linearized:
         for forest in self.forests:
             slot = forest.target_slot
             inputs = forest.to(device), batch.temperature[slot].to(device)
-            with (
-                _plain_experts(learner),
-                _quiet(),
-                forward_ad.dual_level(),
-                forward_mode_attention(),
-            ):
+            with _forward_mode(learner.whole_policy.model):
                 pairs = zip(self._parameters.items(), direction, strict=True)
                 duals = {n: forward_ad.make_dual(p.detach(), tangent) for (n, p), tangent in pairs}
                 outputs = functional_call(learner.policy, duals, inputs)
@@ -150,16 +157,14 @@ class Linearized:
                 at = slot[torch.from_numpy(row == number)]
                 try:
                     alone, _ = derivatives(self.learner, self.batch, at, self.outputs[at])
+                    change = float((alone.cpu() - self.c[at]).abs().max())
                 except RolloutError:
-                    alone = torch.full((len(at),), torch.inf)
-                change = (alone.cpu() - self.c[at]).abs().max()
+                    change = math.inf
                 if change <= SEPARATE * self.c[slot].abs().max():
                     continue
                 where = f"{POLICY_LOSS.path} {loss.policy_loss_type}"
                 finding = (
                     f"the loss of row {self.batch.names[int(number)]} depends on other rows of its"
-                )
-                finding += (
                     " micro-batch, so the update cannot be split into the contributions of its rows"
                 )
                 hint = "rollouts replay --without shows the effect of leaving a row out"
@@ -204,8 +209,7 @@ def derivatives(
         targets = targets_of(batch, slot, (logprobs, entropies))
         loss, _ = objective(targets, learner.config.loss, corrects=learner.corrects_for_sampler)
         c, e = torch.autograd.grad(loss, (logprobs, entropies), materialize_grads=True)
-    policy: Policy = learner.accelerator.unwrap_model(learner.policy)
-    return c, e if policy.entropy_gradient else torch.zeros_like(e)
+    return c, e if learner.whole_policy.entropy_gradient else torch.zeros_like(e)
 
 
 def norm(vector: Sequence[Tensor]) -> float:
@@ -215,23 +219,20 @@ def norm(vector: Sequence[Tensor]) -> float:
 
 
 @contextmanager
-def _plain_experts(learner: Run) -> Iterator[None]:
-    """Compute experts one by one: PyTorch's grouped kernels have no forward-mode derivatives."""
-    model: Any = learner.accelerator.unwrap_model(learner.policy).model
-    if not model._can_set_experts_implementation():
-        yield
-        return
-    before = model.get_experts_implementation()
-    model.set_experts_implementation("eager")
+def _forward_mode(model: Any) -> Iterator[None]:
+    """Prepare a model for derivatives in forward mode.
+
+    Its experts are computed one by one, because PyTorch's grouped kernels have no such derivatives.
+    """
+    changes = model._can_set_experts_implementation()
+    before = model.get_experts_implementation() if changes else ""
     try:
-        yield
+        if changes:
+            model.set_experts_implementation("eager")
+        with warnings.catch_warnings(), forward_ad.dual_level(), forward_mode_attention():
+            # About PyTorch's own use of TorchScript.
+            warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
+            yield
     finally:
-        model.set_experts_implementation(before)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence PyTorch's warnings about its own use of TorchScript in forward-mode derivatives."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
-        yield
+        if changes:
+            model.set_experts_implementation(before)

@@ -27,23 +27,17 @@ LAYOUTS = {
 }
 """Labels of the layouts, by their names in `dataset_savings`."""
 
-_CAUSES = (
-    "edited",
-    "reset",
-    "retokenized",
-    "template",
-    "dataset",
-    "unknown",
-    "overlap",
-    "new_agent",
-)
-_CAUSE_COLORS = dict(
-    zip(
-        _CAUSES,
-        ("#d62728", "#ff7f0e", "#9467bd", "#e377c2", "#bcbd22", "#8c564b", "#17becf", "#2ca02c"),
-        strict=True,
-    )
-)
+_CAUSES = {
+    "edited": "#d62728",
+    "reset": "#ff7f0e",
+    "retokenized": "#9467bd",
+    "template": "#e377c2",
+    "dataset": "#bcbd22",
+    "unknown": "#8c564b",
+    "overlap": "#17becf",
+    "new_agent": "#2ca02c",
+}
+"""Colors of the causes of drift, in the order in which they are drawn."""
 _MAX_BINS, _MAX_TURNS, _MAX_NAMED = 30, 60, 16
 _BREAKS = "Steps that do not continue the previous step"
 
@@ -134,9 +128,8 @@ def _draw_lengths(
         return
     ordered = all_lengths.sort().to_list()
     low, high = ordered[0], ordered[-1]
-    width = -(
-        -(high - low + 1) // _MAX_BINS
-    )  # whole numbers of tokens, so that all bins cover the same number of lengths
+    # Whole numbers of tokens, so that all bins cover the same number of lengths.
+    width = -(-(high - low + 1) // _MAX_BINS)
     edges = np.arange(low, high + 1 + width, width)
     if len(lengths) == 1:
         values = lengths[0]
@@ -147,7 +140,10 @@ def _draw_lengths(
     else:
         detail = "share of each dataset's rows"
         for number, values in enumerate(lengths):
-            _draw_outline(axis, values, edges, run_plot.color(number))
+            counts, _ = np.histogram(values.to_numpy(), bins=edges)
+            shares, color = counts / max(len(values), 1), run_plot.color(number)
+            axis.stairs(shares, edges, color=color, linewidth=1.7)
+            axis.stairs(shares, edges, color=color, alpha=0.15, fill=True)
         axis.yaxis.set_major_formatter(_percent())
         axis.set_ylabel("share of rows", fontsize=9.5)
     if cut_off is not None:
@@ -158,12 +154,6 @@ def _draw_lengths(
     _count_tokens(axis.xaxis)
     axis.set_xlabel("tokens", fontsize=9.5)
     run_plot.title(axis, name, detail)
-
-
-def _draw_outline(axis: Any, values: pl.Series, edges: npt.NDArray[np.int64], color: str) -> None:
-    counts, _ = np.histogram(values.to_numpy(), bins=edges)
-    axis.stairs(counts / max(len(values), 1), edges, color=color, linewidth=1.7)
-    axis.stairs(counts / max(len(values), 1), edges, color=color, alpha=0.15, fill=True)
 
 
 def group_rewards(returns: pl.DataFrame) -> pl.DataFrame:
@@ -243,7 +233,7 @@ def _draw_causes(axis: Any, dataset: DatasetStatistics) -> None:
     breaks = {cause: counts for cause, counts in breaks.items() if counts.any()}
     for cause, counts in breaks.items():
         bar = {"bottom": bottom, "label": cause.replace("_", " ")}
-        axis.bar(places, counts, 0.85 * width, color=_CAUSE_COLORS[cause], **bar)
+        axis.bar(places, counts, 0.85 * width, color=_CAUSES[cause], **bar)
         bottom = bottom + counts
     rest = {"bottom": bottom, "color": run_plot.FAINT, "label": "continues"}
     axis.bar(places, following - bottom, 0.85 * width, **rest)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from rollout_io.dataset.opening import read_input
+from pipelines.view.run_files import lines_of
 from schemas.errors import ConfigError, InputError
 from schemas.imports import requires_extra
 from schemas.run_metrics import LOOP_METRICS, METRICS
@@ -88,7 +87,7 @@ def runs_figure(runs: Records, metrics: Sequence[str]) -> Any:
     return figure
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[Mapping[str, Any]]:
     """Read the lines of a run's `metrics.jsonl`, except a line that is still being written.
 
     Raises:
@@ -98,27 +97,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if not file.exists():
         hint = "pass a dataset, or the directory of a run (--out of `rollouts train`)"
         raise InputError("metrics_file", str(file), "the file does not exist", hint=hint)
-    try:
-        text = read_input(file).decode()
-    except UnicodeDecodeError as error:
-        finding = f"the file is not UTF-8 text: {error}"
-        raise InputError("metrics_file", str(file), finding) from None
-    whole = text[: text.rfind("\n") + 1].splitlines()
-    if not whole:
+    lines = lines_of(file)
+    if not lines:
         hint = "wait for the first update of the run"
         raise InputError("metrics_file", str(file), "the file has no metrics yet", hint=hint)
-    return [_record(line, f"{file}:{number}") for number, line in enumerate(whole, 1)]
-
-
-def _record(line: str, where: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        record = None
-    if not isinstance(record, dict) or not isinstance(record.get("global_step"), int):
-        expected = "a JSON object with an integer global_step"
-        raise InputError("metrics_file", where, repr(line[:60]), expected)
-    return record
+    return lines
 
 
 def curve(records: Sequence[Mapping[str, Any]], metric: str) -> Curve:

@@ -213,7 +213,7 @@ def _set_up(
 def _facts(config: RlConfig, checkpoint: Path | None) -> dict[str, Any]:
     """What must be the same in all processes before a model is loaded."""
     settings = flat(config.resolved())
-    lasting = {key: settings[key] for key in settings if key not in PATHS | {"run.out"}}
+    lasting = {key: settings[key] for key in settings if key not in (*PATHS, "run.out")}
     return lasting | model_digests(config.training) | checkpoint_facts(checkpoint)
 
 

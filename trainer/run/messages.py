@@ -101,6 +101,7 @@ class Passes:
         bar: The bar of the run.
         num_planned: Maximum number of updates.
         num_made: Number of updates before this process started.
+        moves: Whether updates also move the bar; otherwise, the run's log does.
         clock: Function that returns the time in seconds.
     """
 
@@ -110,10 +111,11 @@ class Passes:
         *,
         num_planned: int = 0,
         num_made: int = 0,
+        moves: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bar, self._num_planned, self._num_made = bar, num_planned, num_made
-        self._clock, self._pace = clock, Pace(clock=clock)
+        self._moves, self._clock, self._pace = moves, clock, Pace(clock=clock)
         # What runs, and since when; `tick` reads it in another thread, so it is replaced as a whole.
         self._now: tuple[str, float] | None = None
 
@@ -137,9 +139,11 @@ class Passes:
                 row.update(forest.num_tokens)
         self._now = None
 
-    def end_update(self, *, stepped: bool) -> None:
-        """Finish an update; `stepped` is false for a mini-batch that was skipped."""
+    def end_update(self, *, stepped: int) -> None:
+        """Count `stepped` updates as made: 0 for a mini-batch that was skipped."""
         self._num_made += stepped
+        if self._moves and self._bar:
+            self._bar.update(stepped)
 
     def tick(self) -> None:
         """Log a line if one is due; any thread may call this."""

@@ -14,6 +14,7 @@ import polars as pl
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rollout_io
@@ -206,7 +207,7 @@ def _settings(resolved: tuple[TrainConfig, Path | None]) -> dict[str, Any]:
     """What must be the same in all processes before the dataset is read."""
     config, checkpoint = resolved
     settings = flat(dataclasses.asdict(config))
-    lasting = {key: settings[key] for key in settings if key not in PATHS | {"run.out"}}
+    lasting = {key: settings[key] for key in settings if key not in (*PATHS, "run.out")}
     return lasting | checkpoint_facts(checkpoint)
 
 
@@ -336,7 +337,7 @@ def make_run(accelerator: Accelerator, config: TrainConfig, models: Models) -> R
         RolloutError: The launch settings are not supported, or an optimizer's package is missing.
     """
     (policy, reference, critic), settings = models, config.optimizer
-    device, critic_optimizer, frozen = accelerator.device, None, None
+    device, critic_optimizer = accelerator.device, None
     if critic:
         trained, rate = critic.trained_parameters(), settings.critic_learning_rate
         critic_optimizer = make_optimizer(trained, settings, learning_rate=rate, device=device)
@@ -344,21 +345,25 @@ def make_run(accelerator: Accelerator, config: TrainConfig, models: Models) -> R
     trained, rate = policy.parameters(), config.learning_rate
     optimizer = make_optimizer(trained, settings, learning_rate=rate, device=device)
     policy, optimizer = wrap(accelerator, policy, optimizer)
-    if reference:
-        frozen = wrap_frozen(accelerator, reference)
-    elif config.loss.needs_reference:
-        frozen = WithoutAdapter(policy)
     return Run(
         config=config,
         accelerator=accelerator,
         policy=policy,
         optimizer=optimizer,
-        reference=frozen,
+        reference=frozen_reference(accelerator, config, policy, reference),
         critic=critic,
         critic_optimizer=critic_optimizer,
         corrects_for_sampler=config.loss.corrects_for_sampler,
         source=Path(config.model.path).absolute(),
     )
+
+
+def frozen_reference(
+    accelerator: Accelerator, config: TrainConfig, policy: Policy, loaded: Policy | None
+) -> nn.Module | None:
+    """Prepare what `load_reference` returned; None stands for the policy's base weights, if needed."""
+    base = WithoutAdapter(policy) if config.loss.needs_reference else None
+    return wrap_frozen(accelerator, loaded) if loaded else base
 
 
 def auxiliary_losses(config: Any) -> bool:

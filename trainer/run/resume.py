@@ -80,7 +80,7 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
     if saved and latest and (latest / "state" / SETTINGS).exists():
         # The run's file is a user's to edit; what past updates used is not.
         used = json.loads((latest / "state" / SETTINGS).read_bytes())
-        may_change = MAY_CHANGE | PATHS
+        may_change = {*MAY_CHANGE, *PATHS}
         check_same(used, now, may_change, latest / "state", growing="batch.num_epochs")
     return latest
 
@@ -88,7 +88,7 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
 def fixed_settings(config: TrainConfig) -> dict[str, Any]:
     """Return the settings by `section.key`, except paths and what may change."""
     settings = flat(dataclasses.asdict(config))
-    return {key: settings[key] for key in settings if key not in MAY_CHANGE | PATHS}
+    return {key: settings[key] for key in settings if key not in {*MAY_CHANGE, *PATHS}}
 
 
 def say_if_new(out: Path) -> None:

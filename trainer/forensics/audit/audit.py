@@ -27,14 +27,15 @@ from schemas.records import AUDIT, NO_FAULT, VERDICT_COLUMNS
 from trainer.distributed.accelerator import is_sharded
 from trainer.forensics.audit.explanations import PromptVariants, Search
 from trainer.forensics.audit.hypotheses import (
-    Fit,
-    Judge,
+    FLOOR,
+    Hypothesis,
+    Noise,
+    Residuals,
     Span,
     best_residuals,
-    labelled,
+    fit_noise,
     likely_mode,
 )
-from trainer.forensics.audit.noise import FLOOR, Noise, Residuals, fit_noise
 from trainer.forensics.audit.report import describe, likely_causes
 from trainer.forensics.audit.rows import (
     KEYS,
@@ -65,7 +66,7 @@ SCHEMA = pl.Schema({c.name: pl.Series(pa.array([], c.type)).dtype for c in VERDI
 class AuditResult:
     """Result of an audit."""
 
-    candidates: Sequence[Candidate]
+    weights: Weights  # the candidates
     verdicts: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=SCHEMA))
     noise: Noise = field(default_factory=Noise)
     mode: LogprobsMode = "raw"  # kind of the stored log-probabilities
@@ -73,8 +74,6 @@ class AuditResult:
     num_mode_tokens: int = 0  # from which the mode is inferred; 0 if it is only assumed
     num_rows: int = 0  # audited
     num_distinct: int = 0  # tokens which each candidate may have to forward
-    num_tokens: int = 0  # forwarded
-    seconds: float = 0.0  # of forwarding, not counting the loading of weights
     num_suspicious: int = 0  # rows forwarded under all candidates, as they did not fit their label
     clean: list[Residuals] = field(default_factory=list)  # of the spans without faults
     apart: dict[tuple[int, int], float] = field(default_factory=dict)  # of candidates, nats
@@ -91,7 +90,8 @@ class AuditResult:
     @property
     def share(self) -> float:
         """Forwarded tokens, as a fraction of candidates x distinct tokens."""
-        return self.num_tokens / max(len(self.candidates) * self.num_distinct, 1)
+        weights = self.weights
+        return weights.num_tokens / max(len(weights.candidates) * self.num_distinct, 1)
 
 
 def run_audit(
@@ -118,7 +118,7 @@ def run_audit(
     Raises:
         InputError: A candidate cannot be loaded.
     """
-    result = AuditResult(candidates=weights.candidates)
+    result = AuditResult(weights=weights)
     for chunk, rows in enumerate(chunks):
         spans = _spans(rows, weights.candidates)
         result.num_rows += len(rows.auditable)
@@ -129,26 +129,25 @@ def run_audit(
             _learn(result, rows.mode, list(spans.values()), clean)
         for span in spans.values():
             span.is_raw = result.mode == "raw"
-        judge, row_of = Judge(result.noise), rows.spans[:, 0].tolist()
+        noise, row_of = result.noise, rows.spans[:, 0].tolist()
         doubted = {
             row_of[number]
             for number, span in spans.items()
-            if len(span.scores) < len(weights.candidates) and judge.is_suspicious(span)
+            if len(span.scores) < len(weights.candidates) and noise.is_suspicious(span)
         }
         result.num_suspicious += len(doubted)
         _score(weights, rows, spans, doubted)
-        verdicts = {number: judge(span) for number, span in spans.items()}
+        verdicts = {number: noise.judge(span) for number, span in spans.items()}
         if explains:
-            Search(rows, spans, verdicts, judge, weights).run(variants)
+            Search(rows, spans, verdicts, noise, weights).run(variants)
         result.clean += [
-            labelled(span, span.label).residuals(span)
+            span.under(span.label).residuals
             for number, span in spans.items()
             if verdicts[number].kind == "as_labelled" and span.label is not None
             if not np.isnan(span.temperature)
         ]
         table = _table(rows, spans, verdicts, weights.candidates)
         result.verdicts = pl.concat([result.verdicts, table.with_columns(dataset=pl.lit(dataset))])
-    result.num_tokens, result.seconds = weights.num_tokens, weights.seconds
     return result
 
 
@@ -199,29 +198,31 @@ def _learn(
     clean: Sequence[Residuals],
 ) -> None:
     """Estimate the noise, the kind of log-probabilities, and the distances of the candidates."""
-    some = spans[:: len(spans) // LEARNT + 1]
+    some, num_candidates = spans[:: len(spans) // LEARNT + 1], len(result.weights.candidates)
     result.mode_is_inferred = mode is None
-    inferred = likely_mode(some) if mode is None else (mode, 0)
-    result.mode, result.num_mode_tokens = inferred
-    compared = [span for span in spans if len(span.scores) == len(result.candidates)]
+    result.mode, result.num_mode_tokens = (mode, 0) if mode else likely_mode(some)
+    compared = [
+        dataclasses.replace(span, is_raw=result.mode == "raw")
+        for span in spans
+        if len(span.scores) == num_candidates
+    ]
     noise = fit_noise([*clean, *map(best_residuals, some)])
     if not noise.num_tokens:  # rows outside the sample do not fit their labels
-        noise = fit_noise([best_residuals(span) for span in compared])
-    likes = [dataclasses.replace(span, is_raw=result.mode == "raw") for span in compared]
-    relative = [noise.apart]
-    for pair in combinations(range(len(result.candidates)), 2) if likes else ():
-        first, second = ([labelled(span, number) for span in likes] for number in pair)
-        distance = [a.predicted - b.predicted for a, b in zip(first, second, strict=True)]
-        result.apart[pair] = float(np.abs(np.concatenate(distance)).mean())
-        sensitivity = np.concatenate([one.sensitivity for one in first])
-        relative.append(result.apart[pair] / max(float(sensitivity.mean()), FLOOR))
-    result.noise = dataclasses.replace(noise, apart=min(relative[1:] or relative))
+        noise = fit_noise([*map(best_residuals, compared)])
+    relative = []
+    for a, b in combinations(range(num_candidates), 2) if compared else ():
+        pairs = [(span.under(a), span.under(b)) for span in compared]
+        distance = np.abs(np.concatenate([x.predicted - y.predicted for x, y in pairs])).mean()
+        sensitivity = np.concatenate([x.residuals.sensitivity for x, _ in pairs]).mean()
+        result.apart[a, b] = float(distance)
+        relative.append(float(distance) / max(float(sensitivity), FLOOR))
+    result.noise = dataclasses.replace(noise, apart=min(relative, default=noise.apart))
 
 
 def _table(
     rows: AuditRows,
     spans: Mapping[int, Span],
-    verdicts: Mapping[int, Fit],
+    verdicts: Mapping[int, Hypothesis],
     candidates: Sequence[Candidate],
 ) -> pl.DataFrame:
     """Build the table of verdicts; spans that cannot be audited get the kind `not_checked`."""
@@ -248,15 +249,15 @@ def _table(
     return table.with_columns(reason=pl.Series(reasons, dtype=pl.String)).cast(SCHEMA)
 
 
-def _values(span: Span, verdict: Fit, candidates: Sequence[Candidate]) -> dict[str, Any]:
+def _values(span: Span, verdict: Hypothesis, candidates: Sequence[Candidate]) -> dict[str, Any]:
     """Return the columns of a verdict that depend on the span's scores."""
     inverse, place = span.setting
     truncation = OFF if place or span.is_raw else span.truncation
     values: dict[str, Any] = {
         "best_temperature": 1 / (span.inverse if inverse is None else inverse),
-        **{f"best_{name}": value for name, value in truncation._asdict().items()},
+        **truncation.columns,
         "offset": 0,
-        **verdict.hypothesis.values,
+        **verdict.values,
         **verdict.evidence,
     }
     for name in ("second_version", "next_version"):
@@ -337,7 +338,15 @@ class IterationAudit:
         steps = read_steps(rows, metadata).filter(pl.col("response_ids").list.len() > 0)
         draw = pl.Series(rng.random(len(steps)))
         steps = steps.sort(draw).unique("trajectory_id", keep="first").sort("trajectory_id")
-        candidates = self._candidates(iteration)
+        folder = Path(self.config.run.out) / "weights"
+        names = (path.name.removeprefix("version_") for path in folder.glob("version_*"))
+        versions = {0, iteration, *(int(name) for name in names if name.isdecimal())}
+        paths = {n: folder / f"version_{n}" if n else self.source for n in sorted(versions)}
+        candidates = [  # the versions that are kept, ending with the current one
+            Candidate(version=n, path=path, base=self.source if (path / CONFIG).is_file() else None)
+            for n, path in paths.items()
+            if n <= iteration
+        ]
         weights = Weights(
             candidates,
             device=next(policy.parameters()).device,
@@ -349,23 +358,10 @@ class IterationAudit:
         audited, named = [to_audit_rows(steps, metadata.logprobs_mode)], str(dataset)
         return run_audit(audited, weights, dataset=named, clean=self.clean, explains=False)
 
-    def _candidates(self, iteration: int) -> list[Candidate]:
-        """List the versions that are kept, ending with the current one."""
-        folder = Path(self.config.run.out) / "weights"
-        names = {path.name.removeprefix("version_") for path in folder.glob("version_*")}
-        versions = {int(name) for name in names if name.isdecimal()} | {iteration}
-        paths = {0: self.source} | {n: folder / f"version_{n}" for n in versions if n}
-        adapters = {version for version, path in paths.items() if (path / CONFIG).is_file()}
-        return [
-            Candidate(version=n, path=paths[n], base=self.source if n in adapters else None)
-            for n in sorted(paths)
-            if n <= iteration
-        ]
-
     def _report(self, dataset: Path, result: AuditResult, num_rows: int, num_faulty: int) -> None:
         worst = result.worst(1).row(0, named=True)
         were = "were" if num_faulty > 1 else "was"
-        causes = " ".join(likely_causes(result.verdicts, result.candidates)[:2])
+        causes = " ".join(likely_causes(result)[:2])
         text = (
             f"{num_faulty} of {count(num_rows, 'audited row')} {were} not sampled as labelled;"
             f" trajectory '{worst['trajectory_id']}', row {worst['step_index']}: {worst['reason']}"

@@ -23,7 +23,7 @@ from pipelines.frames import ROUTING
 from rollout_io.retokenize.chat_template import TEMPLATES, find_template, normalize
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.errors import RolloutError
-from trainer.forensics.audit.hypotheses import PENALTY, UNRELATED_FACTOR, Fit, Judge, Span, labelled
+from trainer.forensics.audit.hypotheses import PENALTY, UNRELATED_FACTOR, Hypothesis, Noise, Span
 from trainer.forensics.audit.rows import AuditRows, to_audit_rows
 from trainer.forensics.audit.scores import TokenScores
 from trainer.forensics.audit.weights import Weights
@@ -42,6 +42,7 @@ COMPUTED = ("bfloat16", "float16")
 
 PROMPT = "prompt"
 
+
 PromptsOf = Callable[[list[int], str | None], Mapping[str, list[int]]]
 """Maps a prompt and its messages to the prompts to try, by name."""
 
@@ -52,18 +53,21 @@ class Search:
 
     rows: AuditRows
     spans: Mapping[int, Span]
-    verdicts: dict[int, Fit]
-    judge: Judge
+    verdicts: dict[int, Hypothesis]
+    noise: Noise
     weights: Weights
     # Of spans, by precision: the log-likelihood that rounding the weights gains with the best larger
     # noise, and the scales of the differences from unrounded weights, and between both weights.
     roundings: dict[str, list[tuple[float, float, float]]] = field(default_factory=dict)
 
     def run(self, variants: PromptVariants | None) -> None:
-        """Try to explain every span whose verdict names no cause."""
+        """Try to explain every span whose verdict names no cause, or only a part of it."""
+        unusual = UNUSUAL * self.noise.mean_difference
         by_label: dict[int, list[int]] = {}
         for number, verdict in self.verdicts.items():
-            if self._is_open(verdict):
+            # Rounding reverts part of a small update, so the previous version may fit better than the label.
+            is_partial = verdict.kind in {"version", "swap"} and verdict.mean_difference > unusual
+            if is_partial or verdict.kind in {"noise", "unknown_model"}:
                 label = self.spans[number].label
                 by_label.setdefault(verdict.weights if label is None else label, []).append(number)
         for label, numbers in by_label.items():
@@ -74,15 +78,6 @@ class Search:
                 changed = rounded(policy, precision)
                 self._attempt(precision, label, numbers, changed, lambda ids, _: {"": ids})
         self._settle()
-
-    def _is_open(self, verdict: Fit) -> bool:
-        """True if a verdict names no cause, or only other weights that leave unusual differences.
-
-        Rounding reverts part of a small update, so the previous version may fit better than the label.
-        """
-        if verdict.kind in {"version", "swap"}:
-            return verdict.mean_difference > UNUSUAL * self.judge.noise.mean_difference
-        return verdict.kind in {"noise", "unknown_model"}
 
     def _attempt(
         self, cause: str, label: int, numbers: list[int], policy: Policy, prompts_of: PromptsOf
@@ -105,7 +100,6 @@ class Search:
                 ).items()
                 if helpful is None or name in helpful
             ]
-            helpful = set()
             if not copies:
                 return
             index, names, prompts = zip(*copies, strict=True)
@@ -115,30 +109,30 @@ class Search:
             scores = self.weights.score(label, copied, np.arange(len(copies)), policy)
             # The spans of a copy are those of its row, in the same order.
             pairs = zip(index, names, strict=True)
-            spans = [(n, name) for row, name in pairs for n in np.flatnonzero(row_of == row)]
+            spans = [(int(n), name) for row, name in pairs for n in np.flatnonzero(row_of == row)]
+            helpful = set()
             for (number, name), of_copy in zip(spans, scores.values(), strict=True):
-                if number in wanted and self._replaces(cause, int(number), label, of_copy, name):
+                if number in wanted and self._replaces(cause, number, label, of_copy, name):
                     helpful.add(name)
 
     def _replaces(
         self, cause: str, number: int, label: int, scores: TokenScores, name: str
     ) -> bool:
         """Replace a span's verdict, and return true, if other scores of its label explain it better."""
-        span, verdict, judge = self.spans[number], self.verdicts[number], self.judge
-        other = dataclasses.replace(span, scores={label: scores}, label=label)
-        fit, kind, reason = judge.fit(other, labelled(other, label)), "prompt", name
+        span, verdict, noise = self.spans[number], self.verdicts[number], self.noise
+        other = dataclasses.replace(span, scores={label: scores})
+        fit, kind, reason = noise.fit(other.under(label)), "prompt", name
         if cause != PROMPT:  # the engine may also compute in this precision
             kind, reason = "noise", f"its weights rounded to {cause}"
-            noisy = judge.noisy(other, fit)
+            noisy = noise.noisy(fit)
             if cause in COMPUTED and label in span.scores:
-                plain = judge.noisy(span, judge.fit(span, labelled(span, label)))
-                change = noisy.hypothesis.predicted - plain.hypothesis.predicted
-                scale = plain.residuals._replace(difference=change).scale
-                rounding = (noisy.total - plain.total, plain.residuals.scale, scale)
+                plain = noise.noisy(noise.fit(span.under(label)))
+                change = plain.residuals._replace(difference=noisy.predicted - plain.predicted)
+                rounding = (noisy.total - plain.total, plain.residuals.scale, change.scale)
                 self.roundings.setdefault(cause, []).append(rounding)
             fit = max(fit, noisy, key=lambda one: one.total)
         gain = fit.total - verdict.total
-        if gain <= PENALTY or judge.is_unrelated(fit):
+        if gain <= PENALTY or noise.is_unrelated(fit):
             return False
         ratio = verdict.evidence["log_likelihood_ratio"] + gain
         evidence = {**verdict.evidence, "log_likelihood_ratio": ratio}
@@ -152,7 +146,7 @@ class Search:
         its log-probabilities slightly better. If another model sampled the span, they fit no better.
         A single span rarely shows this, so all spans that were tried are judged together.
         """
-        usual = self.judge.noise.kappa
+        usual = self.noise.kappa
         limit = UNRELATED_FACTOR * usual
         for roundings in self.roundings.values():
             change = float(np.median([change for *_, change in roundings]))
@@ -221,15 +215,17 @@ class PromptVariants:
         )
         self._header = with_header.removeprefix(without) if with_header != without else ""
         self._user = self._header.replace("assistant", "user", 1)
-        self._systems = {"with the template's system prompt": self._before_user(without)}
+        texts = {"with the template's system prompt": without}
         for system in SYSTEM_PROMPTS:
-            chat = [{"role": "system", "content": system}, {"role": "user", "content": "-"}]
+            chat = [{"role": "system", "content": system}, *one]
             text = _rendered(tokenizer, chat, generation_prompt=False)
-            self._systems[f"with the system prompt {system!r}"] = self._before_user(text)
-
-    def _before_user(self, text: str) -> str:
-        """Return the text before the first user message; empty if it has none."""
-        return text.partition(self._user)[0] if self._user and self._user in text else ""
+            texts[f"with the system prompt {system!r}"] = text
+        # What precedes the first user message, by name.
+        self._systems = {
+            name: text.partition(self._user)[0]
+            for name, text in texts.items()
+            if self._user and self._user in text
+        }
 
     def of(self, ids: Sequence[int], messages: str | None) -> dict[str, list[int]]:
         """Return the variants of a prompt by name, except variants that equal the prompt.
@@ -245,11 +241,10 @@ class PromptVariants:
             encoded = self._tokenizer.encode(list(texts.values()), list(texts))
         except RolloutError:
             return {}
-        by_tokens: dict[tuple[int, ...], str] = {}
+        by_tokens = {tuple(ids): "", (): ""}
         for name, tokens in zip(texts, encoded, strict=True):
             by_tokens.setdefault(tuple(tokens), name)
-        others = by_tokens.keys() - {tuple(ids), ()}
-        return {name: list(tokens) for tokens, name in by_tokens.items() if tokens in others}
+        return {name: list(tokens) for tokens, name in by_tokens.items() if name}
 
     def _edits(self, text: str) -> Iterator[tuple[str, str]]:
         """Yield the name and text of each edited version of a prompt."""

@@ -29,14 +29,15 @@ engine's noise."""
 
 def summary(result: AuditResult, limit: int) -> dict[str, Any]:
     """Return the summary of an audit for JSON, with the `limit` worst spans."""
-    candidates, counts = result.candidates, _counts(result.verdicts)
+    weights, counts = result.weights, _counts(result.verdicts)
+    candidates = weights.candidates
     return {
         "num_rows": result.num_rows,
         "num_spans": len(result.verdicts),
         "num_faulty_spans": len(result.faults),
         "num_faulty_rows": result.faults.select("trajectory_id", "step_index").n_unique(),
         "verdicts": {row.pop("kind"): row for row in counts.iter_rows(named=True)},
-        "causes": likely_causes(result.verdicts, candidates),
+        "causes": likely_causes(result),
         "candidates": [{"version": one.version, "weights": str(one.path)} for one in candidates],
         "differences": [
             {"first": candidates[a].name, "second": candidates[b].name, "mean": value}
@@ -50,9 +51,9 @@ def summary(result: AuditResult, limit: int) -> dict[str, Any]:
         },
         "cost": {
             "num_distinct_tokens": result.num_distinct,
-            "num_forwarded_tokens": result.num_tokens,
+            "num_forwarded_tokens": weights.num_tokens,
             "share": result.share,
-            "seconds": result.seconds,
+            "seconds": weights.seconds,
             "num_suspicious_rows": result.num_suspicious,
         },
         "worst": result.worst(limit).to_dicts(),
@@ -80,7 +81,7 @@ def screen(path: str, result: AuditResult, limit: int) -> str:
         *(Text(f"{name:<20}{text}") for name, text in _facts(result)),
         *section("Verdicts", verdicts),
     ]
-    if causes := likely_causes(result.verdicts, result.candidates):
+    if causes := likely_causes(result):
         parts += section("Likely causes", Group(*(Text(printable(text)) for text in causes)))
     if limit and len(result.faults):
         titles = "row", "tokens", "fault", "nats", "found"
@@ -94,7 +95,7 @@ def screen(path: str, result: AuditResult, limit: int) -> str:
 
 
 def _facts(result: AuditResult) -> Iterator[tuple[str, str]]:
-    noise, candidates, apart = result.noise, result.candidates, result.apart
+    noise, weights, apart = result.noise, result.weights, result.apart
     tokens = count(result.num_mode_tokens, "token")
     inferred = f" (inferred from {tokens})" if result.num_mode_tokens else ASSUMED_RAW
     yield "log-probabilities", result.mode + inferred * result.mode_is_inferred
@@ -104,12 +105,12 @@ def _facts(result: AuditResult) -> Iterator[tuple[str, str]]:
     if apart:
         least, most = min(apart.values()), max(apart.values())
         between = f"{least:.2g}" if len(apart) == 1 else f"{least:.2g} to {most:.2g}"
-        yield "candidates", f"{len(candidates)}, {between} nats apart"
+        yield "candidates", f"{len(weights.candidates)}, {between} nats apart"
     for (a, b), distance in apart.items():
         if distance < TOO_CLOSE * noise.mean_difference:
-            names = f"{candidates[a].name} and {candidates[b].name}"
+            names = f"{weights.candidates[a].name} and {weights.candidates[b].name}"
             yield "indistinguishable", f"{names}: a row that fits one also fits the other"
-    tokens = f"{result.num_tokens:,} tokens in {duration(result.seconds)}"
+    tokens = f"{weights.num_tokens:,} tokens in {duration(weights.seconds)}"
     yield "forwarded", f"{tokens} ({result.share:.0%} of candidates x distinct tokens)"
 
 
@@ -163,10 +164,10 @@ SPLIT_BY = {
 """Columns whose values get a sentence each."""
 
 
-def likely_causes(verdicts: pl.DataFrame, candidates: Sequence[Candidate]) -> list[str]:
+def likely_causes(result: AuditResult) -> list[str]:
     """Return a sentence for each likely cause of faults; causes that affect most rows come first."""
-    checked = verdicts.filter(pl.col("kind") != "not_checked")
-    causes = list(_versions(checked, candidates))
+    checked = result.verdicts.filter(pl.col("kind") != "not_checked")
+    causes = list(_versions(checked, result.weights.candidates))
     for kind in SENTENCES:
         faults = checked.filter(kind=kind)
         parts = faults.partition_by(SPLIT_BY.get(kind, "kind"), maintain_order=True)
@@ -217,26 +218,23 @@ def _versions(checked: pl.DataFrame, candidates: Sequence[Candidate]) -> Iterato
     keys = ["labelled_version", "best_version", "best_weights"]
     pairs = checked.filter(kind="version").group_by(keys).len().sort(keys, nulls_last=True)
     names = {str(one.path): one.name for one in candidates}
-    by_version: dict[int, dict[int, int]] = {}
-    for labelled, best, path, number in pairs.iter_rows():
-        if best is None:
-            rows = _spans(number, totals[labelled])
-            yield number, f"{rows} labelled {labelled} were sampled by {names[path]}."
-        elif labelled is not None:
-            by_version.setdefault(best, {})[labelled] = number
-    shifts = {label - best for best, numbers in by_version.items() for label in numbers}
-    numbers = {label: n for part in by_version.values() for label, n in part.items()}
-    is_whole = all(number >= MOST * totals[label] for label, number in numbers.items())
-    if len(shifts) == 1 and is_whole and len(numbers) > 1:
-        (shift,), number = shifts, sum(numbers.values())
+    for labelled, _, path, number in pairs.filter(pl.col("best_version").is_null()).iter_rows():
+        rows = _spans(number, totals[labelled])
+        yield number, f"{rows} labelled {labelled} were sampled by {names[path]}."
+    versions = pairs.drop_nulls(keys[:2])
+    shifts = (versions["labelled_version"] - versions["best_version"]).unique()
+    are_whole = all(number >= MOST * totals[label] for label, *_, number in versions.iter_rows())
+    if len(shifts) == 1 and are_whole and len(versions) > 1:
+        shift, number = shifts.item(), int(versions["len"].sum())
         side = "above" if shift > 0 else "below"
         text = f"Labels are {abs(shift)} {side} the version that sampled the row, in all"
-        text += f" {count(number, 'row')} of {count(len(numbers), 'label')}: labels are read at"
+        text += f" {count(number, 'row')} of {count(len(versions), 'label')}: labels are read at"
         yield number, f"{text} the wrong time, or start at a different number."
         return
-    for best, labels in by_version.items():
-        number, total = sum(labels.values()), sum(totals[label] for label in labels)
-        first, last = min(labels), max(labels)
+    for part in versions.partition_by("best_version", maintain_order=True):
+        labels, best = part["labelled_version"], part["best_version"][0]
+        first, last, number = labels[0], labels[-1], int(part["len"].sum())
+        total = sum(totals[label] for label in labels)
         if last < best:
             cause = "new weights were loaded before the label changed"
         elif number >= MOST * total:
@@ -244,8 +242,8 @@ def _versions(checked: pl.DataFrame, candidates: Sequence[Candidate]) -> Iterato
         else:
             servers = "one of several servers" if number >= SEVERAL else "a server"
             cause = f"{servers} is stale, or these calls began before the weights were loaded"
-        labelled = f"labelled {first}{f' to {last}' if last > first else ''}"
-        text = f"{_spans(number, total)} {labelled} were sampled by version {best}: {cause}."
+        rows = f"labelled {first}{f' to {last}' if last > first else ''}"
+        text = f"{_spans(number, total)} {rows} were sampled by version {best}: {cause}."
         yield number, text
 
 

@@ -20,6 +20,7 @@ from schemas.columns import PICTURES
 from schemas.metadata import DatasetMetadata, LogprobsMode
 from schemas.ragged import BoolArray, IntArray, Ragged, ranges
 from schemas.types import with_absent
+from trainer.batch import routes_of
 from trainer.models.router_replay import Routes
 
 KEYS = ("instance_id", "trajectory_id", "step_index")
@@ -42,6 +43,11 @@ class Truncation(NamedTuple):
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+
+    @property
+    def columns(self) -> dict[str, float]:
+        """The settings as columns of a verdict."""
+        return {f"best_{name}": value for name, value in self._asdict().items()}
 
 
 OFF = Truncation()
@@ -78,9 +84,7 @@ class AuditRows:
     @cached_property
     def routes(self) -> Routes | None:
         """Recorded experts, or None."""
-        if ROUTING not in self.table.columns or self.table[ROUTING].is_null().all():
-            return None
-        return Routes.from_arrow(self.table.select(ROUTING).to_arrow().column(ROUTING))
+        return routes_of(self.table)
 
     @property
     def auditable(self) -> IntArray:
@@ -141,9 +145,8 @@ def read_steps(rollouts: pl.LazyFrame, metadata: DatasetMetadata) -> pl.DataFram
     first = length.cum_sum().over("trajectory_id", "step") - length
     table = table.with_columns(step_index="step", first_token=first)
     # Adjacent rows then share tokens.
-    table = table.with_columns(pl.col("instance_id").rank("dense").alias("group"))
-    table = table.sort("group", maintain_order=True)
-    return table.drop(VERSIONS, "is_last_step", "step", "group", strict=False)
+    table = table.sort("instance_id", maintain_order=True)
+    return table.drop(VERSIONS, "is_last_step", "step", strict=False)
 
 
 def to_audit_rows(
@@ -211,17 +214,15 @@ def _spans(table: pl.DataFrame, responses: Ragged, logprobs: npt.NDArray[np.floa
     last = np.full(len(table), -1, np.int64)
     last[row_of[counts]] = slots[counts]
     trains = np.bincount(row_of[mask], minlength=len(table)) > 0
-    has_segments, spans = np.zeros(len(table), np.bool_), np.zeros((0, 3), np.int64)
+    mark = np.where((slots <= last[row_of]) & (counts | ~trains[row_of]), row_of, -1)
     if "segments" in table.columns:
-        has_segments = (table["segments"].list.len().fill_null(0) > 0).to_numpy()
         segments = table.with_row_index("row").select("row", "segments").explode("segments")
         start_and_length = pl.col("segments").struct.field("start", "length")
-        spans = segments.drop_nulls().select("row", start_and_length).to_numpy().astype(np.int64)
-        spans[:, 1] += responses.offsets[spans[:, 0]]
-    inside = (slots <= last[row_of]) & (counts | ~trains[row_of]) & ~has_segments[row_of]
-    edges = np.flatnonzero(np.diff(np.where(inside, row_of, -1), prepend=-1, append=-1))
-    begin = edges[np.append(inside, [False])[edges]]
-    end = edges[np.append([False], inside)[edges]]
-    spans = np.concatenate([spans, np.stack([row_of[begin], begin, end - begin], 1)])
-    spans = spans[spans[:, 2] > 0]
-    return spans[np.lexsort((spans[:, 1], spans[:, 0]))]
+        places = segments.drop_nulls().select("row", start_and_length).to_numpy().astype(np.int64)
+        row, start, length = places.T
+        mark[np.isin(row_of, row)] = -1
+        number = len(table) + np.arange(len(row))
+        mark[ranges(responses.offsets[row] + start, length)] = np.repeat(number, length)
+    edges = np.flatnonzero(np.diff(mark, prepend=-1, append=-1))
+    begin, end = edges[:-1], edges[1:]
+    return np.stack([row_of[begin], begin, end - begin], 1)[mark[begin] >= 0]

@@ -93,15 +93,14 @@ def _directories_in(value: str) -> list[tuple[int | None, Path]]:
         return [(_number(path), path)]
     inside = [sub for folder in (path, path / "weights") for sub in sorted(folder.glob("*"))]
     named = [(_number(sub), sub) for sub in inside if _is_model(sub)]
-    numbered = [(number, sub) for number, sub in named if number is not None]
-    versions = {number for number, _ in numbered}
+    numbered = [one for one in named if one[0] is not None]
     of_run = list[tuple[int | None, Path]]()
     if (path / "config.json").is_file() and (path / "metrics.jsonl").is_file():
         model = _read_object(path / "config.json").get("model")
         start = Path(str(model.get("path", "")) if isinstance(model, dict) else "")
         saved = [(_number(sub), sub) for sub in checkpoints(path).values()]
-        of_run = [(number, sub) for number, sub in [(0, start), *saved] if _is_model(sub)]
-    of_run = [(number, sub) for number, sub in of_run if number not in {None, *versions}]
+        others = {None, *(number for number, _ in numbered)}
+        of_run = [one for one in [(0, start), *saved] if one[0] not in others and _is_model(one[1])]
     if not named and not of_run:
         finding = "there are no weights in this directory" if path.is_dir() else "no such directory"
         raise InputError("model_directory", value, finding, hint=HINT)
@@ -138,10 +137,22 @@ def _candidate(path: Path, version: int | None, base: str | None) -> Candidate:
         check_model_directory(str(path))
         return Candidate(version=version, path=path)
     settings = _read_object(config)
-    _check_adapter(settings, config)
-    named = base or str(settings.get("base_model_name_or_path") or "")
-    check_model_directory(named)
-    return Candidate(version=version, path=path, base=Path(named))
+    rank, alpha, targets = (settings.get(name) for name in ("r", "lora_alpha", "target_modules"))
+    others = [name for name in _UNSUPPORTED if settings.get(name)]
+    others += ["bias"] * (settings.get("bias", "none") not in {None, "none"})
+    finding = expected = ""
+    if not all(isinstance(one, int | float) and one > 0 for one in (rank, alpha)):
+        finding, expected = f"r is {rank!r} and lora_alpha {alpha!r}", "two positive numbers"
+    elif not (isinstance(targets, list) and all(isinstance(name, str) for name in targets)):
+        finding, expected = f"target_modules is {str(targets)[:60]!r}", "a list of names of layers"
+    elif others:
+        finding = f"the adapter uses {', '.join(others)}, which an audit cannot apply"
+    if finding:
+        hint = "merge the adapter into its model with peft, and pass the merged model"
+        raise InputError("model_load", str(config), finding, expected, hint)
+    base = base or str(settings.get("base_model_name_or_path") or "")
+    check_model_directory(base)
+    return Candidate(version=version, path=path, base=Path(base))
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -155,23 +166,6 @@ def _read_object(path: Path) -> dict[str, Any]:
         finding = f"the file contains a {type(value).__name__}"
         raise InputError("model_directory", str(path), finding, "a JSON object", HINT)
     return value
-
-
-def _check_adapter(settings: dict[str, Any], path: Path) -> None:
-    """Check that an audit can apply an adapter with these settings."""
-    rank, alpha, targets = (settings.get(name) for name in ("r", "lora_alpha", "target_modules"))
-    others = [name for name in _UNSUPPORTED if settings.get(name)]
-    others += ["bias"] * (settings.get("bias", "none") not in {None, "none"})
-    expected = finding = ""
-    if not all(isinstance(one, int | float) and one > 0 for one in (rank, alpha)):
-        finding, expected = f"r is {rank!r} and lora_alpha {alpha!r}", "two positive numbers"
-    elif not (isinstance(targets, list) and all(isinstance(name, str) for name in targets)):
-        finding, expected = f"target_modules is {str(targets)[:60]!r}", "a list of names of layers"
-    elif others:
-        finding = f"the adapter uses {', '.join(others)}, which an audit cannot apply"
-    if finding:
-        hint = "merge the adapter into its model with peft, and pass the merged model"
-        raise InputError("model_load", str(path), finding, expected, hint)
 
 
 _UNSUPPORTED = (
@@ -295,23 +289,16 @@ class Weights:
             micro_batch = forest.to(device)
             with replayed(policy.model, micro_batch.routes):
                 hidden: Tensor = hidden_before_targets(policy.model, micro_batch)
+            inputs = hidden, micro_batch.target_token, settings
             parts += [
-                score_tokens(
-                    head(hidden[at : at + size]),
-                    micro_batch.target_token[at : at + size],
-                    settings[at : at + size],
-                    scale=policy.logit_scale,
-                    softcap=policy.softcap,
-                )
-                for at in range(0, len(hidden), size)
+                score_tokens(head(h), *more, scale=policy.logit_scale, softcap=policy.softcap)
+                for h, *more in zip(*(torch.split(one, size) for one in inputs), strict=True)
             ]
             self.seconds += time.perf_counter() - began
             self.num_tokens += forest.num_tokens
             self.on_tokens(forest.num_tokens)
-        place = np.zeros(len(is_target), np.int64)
-        place[np.concatenate(slots)] = np.arange(is_target.sum())
-        chosen = set(wanted.tolist())
-        scores = concatenate(parts)
+        scores = concatenate(parts).part(np.argsort(np.concatenate(slots)))
+        place, chosen = np.cumsum(is_target) - 1, set(wanted.tolist())
         return {
             span: scores.part(place[start : start + length])
             for span, (row, start, length) in enumerate(rows.spans.tolist())

@@ -17,8 +17,7 @@ from tests.helpers.audit_helpers import Request, prompt_of, row, sample, tiny_mo
 from tests.helpers.trainer_helpers import VOCAB, plain_logprobs, tiny_llama
 from trainer.config.sections import ModelConfig
 from trainer.engine.batching import sampled_distribution
-from trainer.forensics.audit.hypotheses import Judge, Span
-from trainer.forensics.audit.noise import CAUTION, Noise, Residuals, fit_noise
+from trainer.forensics.audit.hypotheses import CAUTION, Noise, Residuals, Span, fit_noise
 from trainer.forensics.audit.rows import to_audit_rows
 from trainer.forensics.audit.scores import (
     TRUNCATIONS,
@@ -339,7 +338,7 @@ def test_a_common_sign_far_below_the_noise_is_not_suspicious(bias, expected):
     (scores,) = scores_of_versions(1)
     span = span_of(scores.at(1.0) - np.float32(bias), scores)
     noise = Noise(kappa=2e-3, num_tokens=1000)
-    assert Judge(noise).is_suspicious(span) == expected
+    assert noise.is_suspicious(span) == expected
 
 
 def test_reduced_precision_needs_more_evidence_for_another_version():
@@ -347,6 +346,6 @@ def test_reduced_precision_needs_more_evidence_for_another_version():
     label, other = scores_of_versions(2, apart=0.02)
     stored = (other.at(1.0) + 0.2 * (label.at(1.0) - other.at(1.0))).astype(np.float32)
     span = span_of(stored, label, other)
-    kinds = [Judge(Noise(kappa=kappa))(span).kind for kappa in (0.009, 0.05)]
+    kinds = [Noise(kappa=kappa).judge(span).kind for kappa in (0.009, 0.05)]
     assert kinds == ["version", "as_labelled"]
     assert Noise(kappa=0.05).caution == CAUTION

@@ -22,8 +22,7 @@ from tests.helpers.trainer_helpers import (
     write_dataset,
 )
 from trainer.forensics.reconstruct import Reconstruction, reconstruct
-from trainer.forensics.replay import Replay, replay
-from trainer.forensics.replay_changes import prepared, with_batch, without_rows
+from trainer.forensics.replay import Replay, prepared, replay, with_batch, without_rows
 from trainer.loss import policy_logprobs
 
 EVERY_ROW = [f"g{group}_{number}" for group in (0, 1) for number in range(3)]
