@@ -24,7 +24,7 @@ import torch
 from accelerate import Accelerator
 
 import rollout_io
-from benchmarks.training import step_of
+from benchmarks.training import update_of
 from schemas.columns import arrow_schema
 from schemas.metadata import DatasetMetadata
 from trainer.batch import Batch, to_batch
@@ -156,7 +156,7 @@ def _tune(policy: Policy, texts: Sequence[Sequence[int]], arguments: argparse.Na
         batch = _batch(rows)
         for group in learner.optimizer.param_groups:
             group["lr"] = 1e-3 * min(1, (step + 1) / 20) * (1 - step / arguments.tune)
-        loss = make_update(learner, step_of(batch, _forests(batch)), START).metrics["loss"]
+        loss = make_update(learner, update_of(batch, _forests(batch)), START).metrics["loss"]
         if step % 25 == 0 or step == arguments.tune - 1:
             print(f"tuning, step {step}: {loss:.2f} nats per token", flush=True)
 

@@ -117,7 +117,7 @@ class Update:
 
     def __call__(self) -> None:
         """Make the update."""
-        make_update(self.run, training.step_of(self.batch, self.mini_batch.forests), START)
+        make_update(self.run, training.update_of(self.batch, self.mini_batch.forests), START)
 
 
 def update_of(setup: Setup, batch: Batch, layout: str, tokens: int) -> Update:

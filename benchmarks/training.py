@@ -48,7 +48,7 @@ from trainer.config.train_config import TrainConfig, load_config
 from trainer.models.layers import recompute_layers
 from trainer.models.policy import Policy, load_policy
 from trainer.run.run import START, Run
-from trainer.update import Step, make_update
+from trainer.update import Update, make_update
 
 LOGS = ("examples/shop.calls.jsonl", "--rewards", "examples/shop.rewards.jsonl")
 LONG_TOKENS = 100_000
@@ -187,14 +187,14 @@ def _ours(
     )
     lengths = steps.prompts.lengths + steps.responses.lengths
     sizes = {"num_step_tokens": int(lengths.sum())} | _sizes(forests)
-    step = step_of(batch, forests)
-    return lambda: make_update(learner, step, START), sizes
+    update = update_of(batch, forests)
+    return lambda: make_update(learner, update, START), sizes
 
 
-def step_of(batch: Batch, forests: Sequence[Forest]) -> Step:
+def update_of(batch: Batch, forests: Sequence[Forest]) -> Update:
     """Return a batch of one mini-batch, just before its update."""
     mini_batches = (MiniBatch(forests=list(forests)),)
-    return Step(batch=dataclasses.replace(batch, mini_batches=mini_batches))
+    return Update(batch=dataclasses.replace(batch, mini_batches=mini_batches))
 
 
 class _Kept(torch.optim.SGD):

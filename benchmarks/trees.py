@@ -196,7 +196,7 @@ def one_step(
         corrects_for_sampler=False,
     )
     mini_batch, packing = _packed(batch, config)
-    ready = training.step_of(batch, mini_batch.forests)
+    ready = training.update_of(batch, mini_batch.forests)
     step = lambda: make_update(learner, ready, START)  # noqa: E731
     figures = training._measured(policy, step, num_warm=int(torch.cuda.is_available()))
     figures |= training._sizes(mini_batch.forests)

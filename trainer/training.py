@@ -105,10 +105,10 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
             set_rates(run, progress.global_step)
             is_over = progress.global_step == config.batch.max_updates
             passes, tell = (log.passes, log.warn_once) if log else (UNWATCHED, lambda *_: None)
-            for step in () if is_over else updates(run, progress, passes=passes, tell=tell):
-                progress, metrics = step.progress, step.metrics
-                samples = samples_of(run, step.batch.groups, step.number) if log else []
-                write(partial(log.write, metrics, step.tokens, samples) if log else None)
+            for update in () if is_over else updates(run, progress, passes=passes, tell=tell):
+                progress, metrics = update.progress, update.metrics
+                samples = samples_of(run, update.batch.groups, update.number) if log else []
+                write(partial(log.write, metrics, update.tokens, samples) if log else None)
                 if save_every and not metrics["skipped"] and progress.global_step % save_every == 0:
                     save(run, progress, log)
                 is_over = progress.global_step == config.batch.max_updates

@@ -1,11 +1,11 @@
 """Train on a batch, from top to bottom.
 
-    updates          one update after another
-      steps          read the rows of each batch (the next is read meanwhile)
-        ready_batch  pack micro-batches; old and reference log-probabilities, values; advantages
-      make_update    per micro-batch: forward, objective, backward; then clip, step and record
+    updates            one update after another
+      pending_updates  read the rows of each batch (the next is read meanwhile)
+        ready_batch    pack micro-batches; old and reference log-probabilities, values; advantages
+      make_update      per micro-batch: forward, objective, backward; then clip, step and record
 
-`trainer.training` and `trainer.rl.learning` drive `updates`; `rollouts replay` stops at a Step.
+`trainer.training` and `trainer.rl.learning` drive `updates`; `rollouts replay` stops at an Update.
 
 target   a response token that trains, once for each row that sampled it
 slots    indices of tokens in the batch's response tokens, one row after another
@@ -67,7 +67,7 @@ RECORDED_ONLY = ("unweighted_loss", "correction_weights")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class Update:
     """A mini-batch, just before its optimizer step or after it.
 
     Attributes:
@@ -104,28 +104,28 @@ def updates(
     *,
     passes: Passes = UNWATCHED,
     tell: Callable[[str, str], None] = lambda *_: None,
-) -> Iterator[Step]:
+) -> Iterator[Update]:
     """Train on the mini-batches that follow `progress`, and yield each after its update.
 
     `passes` counts the forwarded micro-batches. Before the first update of the run, `tell` is called
     with a subject and a warning if the log-probabilities differ from the sampler's.
     """
     start = time.perf_counter()
-    for ready in steps(run, progress.position, passes):
+    for ready in pending_updates(run, progress.position, passes):
         if not progress.num_mini_batches and (
             text := sampler_mismatch(run, ready.batch, ready.forests)
         ):
             tell(MISMATCH, text)
-        step = make_update(run, ready, progress, passes)
-        progress, metrics = step.progress, step.metrics
+        update = make_update(run, ready, progress, passes)
+        progress, metrics = update.progress, update.metrics
         seconds = time.perf_counter() - start
         metrics |= {"seconds": seconds, "tokens_per_s": metrics["num_forwarded_tokens"] / seconds}
         passes.end_update(stepped=not metrics["skipped"])
-        yield step
+        yield update
         start = time.perf_counter()
 
 
-def steps(run: Run, position: Position, passes: Passes = UNWATCHED) -> Iterator[Step]:
+def pending_updates(run: Run, position: Position, passes: Passes = UNWATCHED) -> Iterator[Update]:
     """Yield the mini-batches from a position onwards, each just before its optimizer step.
 
     The caller must make each update before it asks for the next mini-batch, because `ready_batch`
@@ -150,7 +150,7 @@ def steps(run: Run, position: Position, passes: Passes = UNWATCHED) -> Iterator[
                 position, mini_batches_done=done, outputs=batch.outputs, local_slots=local_slots
             )
             is_last = done + 1 == len(order)
-            yield Step(
+            yield Update(
                 batch=batch,
                 number=number,
                 num_left=len(order) - done,
@@ -247,7 +247,7 @@ def ready_batch(
     )
 
 
-def make_update(run: Run, step: Step, progress: Progress, passes: Passes = UNWATCHED) -> Step:
+def make_update(run: Run, update: Update, progress: Progress, passes: Passes = UNWATCHED) -> Update:
     """Train the policy, and the critic if there is one, on a mini-batch.
 
     The policy takes no step if there are no trained tokens or its gradient is not finite; the critic
@@ -255,7 +255,7 @@ def make_update(run: Run, step: Step, progress: Progress, passes: Passes = UNWAT
 
     Args:
         run: The run; afterwards its learning rates are those of the next update.
-        step: The mini-batch. Its forests, of all processes together, contain every target once; all
+        update: The mini-batch. Its forests, of all processes together, contain every target once; all
             targets of a row are in the same one. `old_logprobs` of the
             batch may be None if the loss does not need them, or if this is the only update of the
             batch, because old and current log-probabilities are then equal.
@@ -263,18 +263,18 @@ def make_update(run: Run, step: Step, progress: Progress, passes: Passes = UNWAT
         passes: Counts the forwarded micro-batches, and shows the progress.
 
     Returns:
-        The step with all metrics (`skipped` is 1 if the policy took no step), the progress after
+        The update with all metrics (`skipped` is 1 if the policy took no step), the progress after
         it, and its token records.
 
     Raises:
         InputError: A user's loss or reduction fails, or its result is invalid.
     """
     accelerator, policy, loss_config = run.accelerator, run.policy, run.config.loss
-    forests = step.forests
+    forests = update.forests
     counts = [(f.num_targets, f.num_tokens, 1) for f in forests]
     totals = over_processes(accelerator, np.sum(counts or [(0, 0, 0)], axis=0), "sum")
     num_trained, num_forwarded, num_micro_batches = map(int, totals)
-    batch = with_target_weights(run, step.batch, forests, passes)
+    batch = with_target_weights(run, update.batch, forests, passes)
     records, seed = run.config.run.record_tokens, run.config.run.seed
     recorder = recorder_of(
         accelerator, batch, forests, records, seed=seed, global_step=progress.global_step + 1
@@ -327,11 +327,14 @@ def make_update(run: Run, step: Step, progress: Progress, passes: Passes = UNWAT
         tokens = token_records(run.config.data.dataset, batch.origins, values)
     if run.critic:
         metrics |= update_critic(run, batch, forests, partial(passes, CRITIC_TRAINING))
-    metrics |= step.metrics | {"learning_rate": run.optimizer.param_groups[0]["lr"]}
-    progress = progress.after(step.after, step.trained_groups, stepped=not skipped)
+    metrics |= update.metrics | {"learning_rate": run.optimizer.param_groups[0]["lr"]}
+    progress = progress.after(update.after, update.trained_groups, stepped=not skipped)
     set_rates(run, progress.global_step)
-    counted = {"global_step": progress.global_step, "num_trained_groups": len(step.trained_groups)}
-    return replace(step, metrics=counted | metrics, progress=progress, tokens=tokens)
+    counted = {
+        "global_step": progress.global_step,
+        "num_trained_groups": len(update.trained_groups),
+    }
+    return replace(update, metrics=counted | metrics, progress=progress, tokens=tokens)
 
 
 def set_rates(run: Run, global_step: int) -> None:

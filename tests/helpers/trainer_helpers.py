@@ -20,7 +20,7 @@ from trainer.batch import read_rows, to_batch
 from trainer.batches.forest import MiniBatch, chain_forests
 from trainer.models.policy import Policy
 from trainer.run.run import START, Run
-from trainer.update import Step, make_update
+from trainer.update import Update, make_update
 
 VOCAB = 61
 
@@ -254,16 +254,16 @@ def load_batch(rollouts, plan, groups, config):
     return to_batch(read_rows(rollouts, plan, groups, config), config.max_row_tokens)
 
 
-def step_of(batch, forests):
+def update_of(batch, forests):
     """A mini-batch of these micro-batches, just before its update."""
     mini_batches = (MiniBatch(forests=list(forests)),)
-    return Step(batch=dataclasses.replace(batch, mini_batches=mini_batches))
+    return Update(batch=dataclasses.replace(batch, mini_batches=mini_batches))
 
 
 def update_with(run, batch, forests, old=None, ref=None):
     """An update whose old and reference log-probabilities are these."""
     batch = dataclasses.replace(batch, old_logprobs=old, ref_logprobs=ref)
-    return make_update(run, step_of(batch, forests), START).metrics
+    return make_update(run, update_of(batch, forests), START).metrics
 
 
 def gradient_of_update(policy, batch, **settings_):

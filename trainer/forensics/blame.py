@@ -77,10 +77,10 @@ def blame(run: str | Path, update: int, *, places: Mapping[str, str] | None = No
 
 def attribute(reconstruction: Reconstruction, *, run: str | Path | None = None) -> Blame:
     """Attribute a reconstructed update to its rows; see `blame`, also for the errors."""
-    step, training = reconstruction.step, reconstruction.run
-    origins = step.batch.origins
+    pending, training = reconstruction.pending, reconstruction.run
+    origins = pending.batch.origins
     assert origins is not None  # `reconstruct` records all tokens
-    update = linearize(training, step.batch, step.forests)
+    update = linearize(training, pending.batch, pending.forests)
     update.check_separate()
     norms, total = update.gradients()
     square = norm(total) ** 2

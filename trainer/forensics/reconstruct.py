@@ -25,7 +25,7 @@ from trainer.run.open_run import open_run
 from trainer.run.resume import load_progress, saved_config
 from trainer.run.run import Progress, Run
 from trainer.run.run_log import CHANGING, STARTS, set_threads, start_of
-from trainer.update import Step, make_update, set_rates, steps
+from trainer.update import Update, make_update, pending_updates, set_rates
 
 _EVALUATED = "evaluation/return_mean"
 
@@ -182,7 +182,7 @@ class Reconstruction:
     forwarded: tuple[Forwarded, ...]  # mini-batches between the checkpoint and the update
     run: Run
     progress: Progress  # before the update; `progress.global_step` is `update` - 1
-    step: Step  # the mini-batch
+    pending: Update  # the update, before it is made
     prepared: tuple[Run, Batch] | None  # what `at_batch` returned
 
 
@@ -191,7 +191,7 @@ def reconstruct(
     update: int,
     *,
     places: Mapping[str, str] | None = None,
-    at_batch: Callable[[Run, Step], tuple[Run, Batch]] | None = None,
+    at_batch: Callable[[Run, Update], tuple[Run, Batch]] | None = None,
     passes: Passes = UNWATCHED,
 ) -> Reconstruction:
     """Restore a run to the state just before one of its optimizer steps.
@@ -218,7 +218,7 @@ def reconstruct(
 
     Example:
         >>> before = reconstruct("run", 12)  # doctest: +SKIP
-        >>> made = make_update(before.run, before.step, before.progress)  # doctest: +SKIP
+        >>> made = make_update(before.run, before.pending, before.progress)  # doctest: +SKIP
     """
     recorded = read_recorded(Path(run), places).at(update)
     target, loop = recorded.index_of(update), recorded.num_iterations
@@ -239,12 +239,12 @@ def reconstruct(
             )
         dataset, begun = part.config.data.dataset, None
         set_rates(part, progress.global_step)
-        for step in steps(part, progress.position, passes):
+        for pending in pending_updates(part, progress.position, passes):
             num_before = target - progress.num_mini_batches
             # The batch of the update begins: its advantages follow from the policy as it is now.
-            if at_batch and begun is not step.batch and num_before < step.num_left:
-                prepared = at_batch(part, step)
-            begun, line = step.batch, recorded.lines[progress.num_mini_batches]
+            if at_batch and begun is not pending.batch and num_before < pending.num_left:
+                prepared = at_batch(part, pending)
+            begun, line = pending.batch, recorded.lines[progress.num_mini_batches]
             if not num_before or (learning and not line.get("skipped")):
                 rows = recorded_rows(recorded.path, line["global_step"])
                 if changed := changed_rows(rows, dataset):
@@ -259,11 +259,11 @@ def reconstruct(
                     forwarded=tuple(forwarded),
                     run=part,
                     progress=progress,
-                    step=step,
+                    pending=pending,
                     prepared=prepared,
                 )
-            stepped = make_update(part, step, progress, passes)
-            progress, metrics = stepped.progress, stepped.metrics
+            made_update = make_update(part, pending, progress, passes)
+            progress, metrics = made_update.progress, made_update.metrics
             passes.end_update(stepped=not metrics["skipped"])
             set_threads(start_of(recorded.path, progress.global_step + 1))
             forwarded.append(Forwarded(line, iteration_of(recorded, part) | metrics))

@@ -37,7 +37,7 @@ from trainer.run.metrics import batch_metrics
 from trainer.run.open_run import frozen_reference, load_reference, open_run
 from trainer.run.run import Run
 from trainer.run.run_log import CHANGING, MACHINE, start_of, starts_of, this_machine
-from trainer.update import Step, make_update, read_groups, ready_batch, set_rates
+from trainer.update import Update, make_update, read_groups, ready_batch, set_rates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,17 +109,17 @@ def replay(
         first = _paused(before.run) if is_changed else before.run
         # clip_cov draws the same numbers in both updates.
         with torch.random.fork_rng(enabled=is_changed):
-            result = make_update(first, before.step, before.progress, passes)
+            result = make_update(first, before.pending, before.progress, passes)
         passes.end_update(stepped=not result.metrics["skipped"])
-        run_after, step, changed = before.run, before.step, None
+        run_after, pending, changed = before.run, before.pending, None
         if is_changed:
             if before.prepared is not None:
                 changed_run, batch = before.prepared
                 run_after = dataclasses.replace(changed_run, progress=run_after.progress)
-                step = with_batch(before.run, step, batch)
-            step = without_rows(run_after, step, without) if without else step
+                pending = with_batch(before.run, pending, batch)
+            pending = without_rows(run_after, pending, without) if without else pending
             apply_settings(run_after, before.progress.global_step)
-            changed = as_recorded(make_update(run_after, step, before.progress, passes).metrics)
+            changed = as_recorded(make_update(run_after, pending, before.progress, passes).metrics)
     comparison = Comparison(before)
     with naming_damaged(before.recorded, update):
         comparison.compare(result, is_changed=is_changed)
@@ -238,7 +238,7 @@ def changed_config(config: TrainConfig, settings: Sequence[str]) -> TrainConfig:
     return build(TrainConfig, values)
 
 
-def prepared(run: Run, step: Step, settings: Sequence[str]) -> tuple[Run, Batch]:
+def prepared(run: Run, update: Update, settings: Sequence[str]) -> tuple[Run, Batch]:
     """Return a run with different settings (`key=value`), and the batch of a step made ready with them.
 
     The models and optimizers stay the same. Advantages, old and reference log-probabilities, and values
@@ -265,19 +265,19 @@ def prepared(run: Run, step: Step, settings: Sequence[str]) -> tuple[Run, Batch]
         first_batch=run.first_batch,
         tell=lambda _subject, _remark: None,
     )
-    position, coef = step.before, config.loss.kl_reward_coef
+    position, coef = update.before, config.loss.kl_reward_coef
     if coef != run.config.loss.kl_reward_coef:
         position = dataclasses.replace(position, kl_coef=coef)
-    groups = step.batch.groups
+    groups = update.batch.groups
     return changed, ready_batch(changed, groups, position, *read_groups(changed, groups))
 
 
-def with_batch(run: Run, step: Step, batch: Batch) -> Step:
+def with_batch(run: Run, update: Update, batch: Batch) -> Update:
     """Return a mini-batch with the rows of a `prepared` batch."""
-    before, after = (one.mini_batches[step.number].metrics for one in (step.batch, batch))
-    others = {name: value for name, value in step.metrics.items() if name not in before}
-    groups = _trained_groups(run, step, batch)
-    return dataclasses.replace(step, batch=batch, trained_groups=groups, metrics=after | others)
+    before, after = (one.mini_batches[update.number].metrics for one in (update.batch, batch))
+    others = {name: value for name, value in update.metrics.items() if name not in before}
+    groups = _trained_groups(run, update, batch)
+    return dataclasses.replace(update, batch=batch, trained_groups=groups, metrics=after | others)
 
 
 def apply_settings(run: Run, global_step: int) -> None:
@@ -290,7 +290,7 @@ def apply_settings(run: Run, global_step: int) -> None:
     run.whole_policy.entropy_gradient = run.config.loss.entropy_loss_coef > 0
 
 
-def without_rows(run: Run, step: Step, without: Sequence[str]) -> Step:
+def without_rows(run: Run, update: Update, without: Sequence[str]) -> Update:
     """Leave rows out of the loss of a mini-batch, as if it had been built without them.
 
     The denominators of `loss.reduction` count only the rows, trajectories and groups that remain,
@@ -305,7 +305,7 @@ def without_rows(run: Run, step: Step, without: Sequence[str]) -> Step:
         InputError: `replay_without`: a row is not in the mini-batch or does not train, or none
             remains.
     """
-    batch = step.batch
+    batch = update.batch
     assert batch.origins is not None
     slots = np.arange(len(batch.trains))
     row = batch.responses.row_of(slots)
@@ -313,7 +313,7 @@ def without_rows(run: Run, step: Step, without: Sequence[str]) -> Step:
     def has(tokens: BoolArray) -> BoolArray:
         return np.bincount(row[tokens], minlength=len(batch.names)) > 0
 
-    trained = batch.trains & (batch.mini_batch == step.number)[row]
+    trained = batch.trains & (batch.mini_batch == update.number)[row]
     stored, _ = batch.origins.of(slots)
     used = np.zeros(len(batch.origins.rows), np.bool_)
     used[stored[trained]] = True
@@ -330,19 +330,19 @@ def without_rows(run: Run, step: Step, without: Sequence[str]) -> Step:
     batch = dataclasses.replace(
         batch,
         trains=batch.trains & ~leaves,
-        mini_batch=np.where(gone & (batch.mini_batch == step.number), nowhere, batch.mini_batch),
+        mini_batch=np.where(gone & (batch.mini_batch == update.number), nowhere, batch.mini_batch),
     )
     mini_batches = tuple(cut_batch(batch, run.config.batch))
-    counted = _metrics_without(run, step, batch)
-    metrics = step.metrics | mini_batches[step.number].metrics | counted
+    counted = _metrics_without(run, update, batch)
+    metrics = update.metrics | mini_batches[update.number].metrics | counted
     batch = dataclasses.replace(batch, mini_batches=mini_batches)
-    groups = _trained_groups(run, step, batch)
-    return dataclasses.replace(step, batch=batch, trained_groups=groups, metrics=metrics)
+    groups = _trained_groups(run, update, batch)
+    return dataclasses.replace(update, batch=batch, trained_groups=groups, metrics=metrics)
 
 
-def _trained_groups(run: Run, step: Step, batch: Batch) -> frozenset[str]:
+def _trained_groups(run: Run, update: Update, batch: Batch) -> frozenset[str]:
     """Return the groups of a mini-batch that have a gradient in a changed batch."""
-    groups = split(step.batch.groups, run.config.batch.groups_per_mini_batch)[step.number]
+    groups = split(update.batch.groups, run.config.batch.groups_per_mini_batch)[update.number]
     return groups_with_gradient(run.accelerator, batch).intersection(groups)
 
 
@@ -371,12 +371,14 @@ def _chosen(run: Run, origins: Origins, without: Sequence[str], used: BoolArray)
     return chosen
 
 
-def _metrics_without(run: Run, step: Step, batch: Batch) -> dict[str, Any]:
+def _metrics_without(run: Run, update: Update, batch: Batch) -> dict[str, Any]:
     """Recompute the mini-batch's counts and means without trajectories that have no rows left."""
-    before, after = (one.trajectory[one.mini_batch == step.number] for one in (step.batch, batch))
-    groups, every = step.batch.groups, run.plan.trajectories
+    before, after = (
+        one.trajectory[one.mini_batch == update.number] for one in (update.batch, batch)
+    )
+    groups, every = update.batch.groups, run.plan.trajectories
     ids = every.filter(pl.col("instance_id").is_in(list(groups)))["trajectory_id"].sort()
     lost = ids[np.setdiff1d(before, after)]  # as `Batch.trajectory` numbers them
     others = every.filter(~pl.col("trajectory_id").is_in(lost.implode()))
     plan = dataclasses.replace(run.plan, trajectories=others)
-    return batch_metrics(run.accelerator, plan, batch, groups)[step.number]
+    return batch_metrics(run.accelerator, plan, batch, groups)[update.number]

@@ -30,7 +30,7 @@ from trainer.run.checkpoint import checkpoint_path
 from trainer.run.resume import load_progress, optimizer_tensors
 from trainer.run.run import Progress
 from trainer.run.run_log import line_of
-from trainer.update import Step
+from trainer.update import Update
 
 TIMES = frozenset({"seconds", "tokens_per_s", "wait_seconds", "sync_seconds"})
 SAMPLED = frozenset({"num_dropped_groups", *LOOP_METRICS} - {"iteration"}) - TIMES
@@ -106,7 +106,7 @@ class Comparison:
         self.compared, self.differences = list[str](), list[Difference]()
         self.replayed: dict[str, Any] = {}
 
-    def compare(self, result: Step, *, is_changed: bool) -> None:
+    def compare(self, result: Update, *, is_changed: bool) -> None:
         """Compare the update, and those that were replayed before it, after the update was made.
 
         With `is_changed`, the models and optimizers are not those after the update.
@@ -140,7 +140,7 @@ class Comparison:
             if (saved / "state").is_dir():
                 self._state(saved / "state", result.progress)
         version = folder / "weights" / f"version_{run.first_batch + 1}"
-        if self._is_loop and before.step.num_left == 1 and version.is_dir():
+        if self._is_loop and before.pending.num_left == 1 and version.is_dir():
             self._weights(version)
 
     def names(self, line: Iterable[str]) -> list[str]:

@@ -130,13 +130,15 @@ class Learning:
         iteration, lines = self.iteration, list[dict[str, Any]]()
         set_rates(run, self.progress.global_step)
         passes, tell = (log.passes, log.warn_once) if log else (UNWATCHED, lambda *_: None)
-        for step in updates(run, self.progress, passes=passes, tell=tell):
-            self.progress, metrics = step.progress, step.metrics
+        for update in updates(run, self.progress, passes=passes, tell=tell):
+            self.progress, metrics = update.progress, update.metrics
             if any(name.startswith(ENVIRONMENT) for name in numbers):  # metrics of the environments
                 metrics = {n: v for n, v in metrics.items() if not n.startswith(ENVIRONMENT)}
             metrics = {"iteration": iteration} | metrics | numbers
             if log:
-                log.write(metrics, step.tokens, samples_of(run, step.batch.groups, step.number))
+                log.write(
+                    metrics, update.tokens, samples_of(run, update.batch.groups, update.number)
+                )
             lines.append(metrics)
             numbers = {}
         return lines

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.gpu_claims import TINY, model_of, turns
-from tests.helpers.trainer_helpers import run_of, step_of
+from tests.helpers.trainer_helpers import run_of, update_of
 from tests.helpers.tree_helpers import batch_of, mini_batch_of
 from trainer import update as updates
 from trainer.models import attention, tree_attention, varlen
@@ -81,7 +81,7 @@ def test_a_micro_batch_needs_at_most_five_copies_and_waits(layout, monkeypatch):
     with Transfers() as transfers:
         known = torch.zeros(len(batch.trains))
         batch = dataclasses.replace(batch, old_logprobs=known, ref_logprobs=known)
-        updates.make_update(learner, step_of(batch, forests), START)
+        updates.make_update(learner, update_of(batch, forests), START)
     assert len(forests) > 1
     assert len(transfers.found) <= MOST * len(forests), transfers.found
     assert len(transfers.found) >= 2 * len(forests)  # tokens to the device, metrics to the CPU

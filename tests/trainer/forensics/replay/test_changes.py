@@ -54,7 +54,7 @@ def run(paths: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path
 
 def gradient(run: Path, update: int, without: Sequence[str]) -> torch.Tensor:
     def change(found: Reconstruction) -> Any:
-        return without_rows(found.run, found.step, without)
+        return without_rows(found.run, found.pending, without)
 
     return gradient_of(run, update, change)
 
@@ -100,7 +100,7 @@ def test_gradients_of_parts_add_up_where_the_denominator_is_fixed(paths, tmp_pat
     given = fixed | {"sequence_layout": "step", "groups_per_mini_batch": 2}
     run = train(paths, tmp_path / "run", max_updates=1, **given)
     one = ["g0_1:1"]
-    stored = reconstruct(run, 1).step.batch.origins.rows
+    stored = reconstruct(run, 1).pending.batch.origins.rows
     names = [f"{name}:{step}" for name, step in stored.select("trajectory_id", "step_index").rows()]
     others = [name for name in names if name not in one]
     full, without, alone = gradient_of(run, 1), gradient(run, 1, one), gradient(run, 1, others)
@@ -129,7 +129,7 @@ def test_a_row_is_left_out_and_merged_rows_keep_their_context(run):
 
 def test_advantages_of_other_rows_and_what_the_models_said_stay_as_they_were(run):
     found = reconstruct(run, 6)
-    before, step = found.step.batch, without_rows(found.run, found.step, ["g0_1"])
+    before, step = found.pending.batch, without_rows(found.run, found.pending, ["g0_1"])
     assert torch.equal(step.batch.advantages, before.advantages)
     assert step.batch.old_logprobs is before.old_logprobs is not None
     assert step.batch.ref_logprobs is step.batch.values is None
@@ -213,10 +213,10 @@ def test_a_loss_that_needs_old_logprobs_gets_those_of_the_start_of_the_batch(pat
     settings = ["loss.policy_loss_type=regular"]
     found = reconstruct(run, 3, at_batch=partial(prepared, settings=settings))
     assert found.checkpoint is None  # the others are within the batch
-    step = with_batch(found.run, found.step, found.prepared[1])
+    step = with_batch(found.run, found.pending, found.prepared[1])
     start = reconstruct(run, 1)
     forests = [forest for one in step.batch.mini_batches for forest in one.forests]
-    then = policy_logprobs(start.run, start.step.batch, forests)
+    then = policy_logprobs(start.run, start.pending.batch, forests)
     at = torch.from_numpy(step.batch.trains)
     assert torch.equal(step.batch.outputs["old_logprobs"][at], then[at])
     assert changed(run, 3, "loss.policy_loss_type=regular").changed["is_ratio_mean"] > 0
