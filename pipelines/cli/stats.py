@@ -99,9 +99,8 @@ def stats(
     from pipelines.statistics.attempts import finding_numbers
     from pipelines.statistics.grouped import tools
     from pipelines.statistics.savings import dataset_savings
-    from pipelines.statistics.summary import dataset_summary
+    from pipelines.statistics.summary import conversion_notes, dataset_summary
     from rollout_io.cli.options import open_valid
-    from rollout_io.conversion.logged_notes import conversion_notes
     from rollout_io.dataset.checking import mixed_text
 
     frame = open_valid(dataset, chosen)
@@ -183,9 +182,8 @@ def _dataset_numbers(
     from pipelines.statistics.grouped import tools
     from pipelines.statistics.metrics import read_metrics
     from pipelines.statistics.savings import dataset_savings
-    from pipelines.statistics.summary import dataset_statistics
+    from pipelines.statistics.summary import conversion_notes, dataset_statistics
     from rollout_io.cli.options import open_valid
-    from rollout_io.conversion.logged_notes import conversion_notes
 
     frame = open_valid(dataset, workers)
     numbers = dataset_statistics(dataset, outcome, workers)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,11 +21,13 @@ from pipelines.merging.segments import sampled_lengths
 from pipelines.rewards import Outcome, are_equal, mean_of, trajectory_returns
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.prefix_layout import is_encoded
-from rollout_io.dataset.reader import iter_tables, pieces, scan
-from rollout_io.dataset.storage import PathLike
+from rollout_io.dataset.reader import footers, iter_tables, pieces, scan
+from rollout_io.dataset.storage import PathLike, Paths
 from rollout_io.dataset.trajectory_facts import dataset_outcome
+from rollout_io.formats.base import UNREAD, added
 from schemas.columns import PICTURES, PICTURES_TYPE
 from schemas.messages import RETOKENIZED
+from schemas.metadata import CONVERSION
 from schemas.numpy_arrays import filled, to_arrow, to_frame, to_numpy
 from schemas.pictures import pictures_of
 from schemas.ragged import IntArray, Ragged, list_lengths, offsets_of, rows_of
@@ -372,3 +376,20 @@ def _bars(values: Sequence[float]) -> tuple[tuple[str, int], ...]:
     ranges = zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)
     labels = [f"{low:.3g} to {high:.3g}" for low, high in ranges]
     return tuple(zip(labels, counts.tolist(), strict=True))
+
+
+def conversion_notes(path: Paths) -> dict[str, int]:
+    """Return what a conversion noted about the logs of a dataset, with counts: what they lack.
+
+    Empty if the dataset was not converted, or derived from another one.
+
+    Raises:
+        InvariantError: `shards_complete`: a shard is missing.
+    """
+    notes: dict[str, int] = {}
+    for pairs in footers(path):
+        # Another program may have written the record.
+        with suppress(ValueError, LookupError, TypeError, AttributeError):
+            counts = json.loads(pairs[CONVERSION])["counts"]
+            notes = added(notes, {str(text): int(num) for text, num in counts["notes"].items()})
+    return {text: num for text, num in sorted(notes.items()) if not text.startswith(UNREAD)}

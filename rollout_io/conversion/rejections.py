@@ -63,16 +63,11 @@ def lines(rejections: Iterable[Rejected]) -> Iterator[bytes]:
             with open_input(place.path) as file:
                 file.seek(place.offset)
                 text = file.read(place.num_bytes).decode(errors="backslashreplace")
-        line = {"source": place.where, **error.fields(), "record": text}
-        yield msgspec.json.encode(line) + b"\n"
+        yield msgspec.json.encode({"source": place.where, **error.fields(), "record": text}) + b"\n"
 
 
 def fail(
-    rejected: Sequence[Rejected],
-    num_runs: int,
-    noun: str,
-    *,
-    num_usable: int = 0,
+    rejected: Sequence[Rejected], num_runs: int, noun: str, *, num_usable: int = 0
 ) -> NoReturn:
     """Raise the error that rejects the most records; one error for all runs without token ids."""
     weights = Counter(one.error.hint for one in rejected)
@@ -130,8 +125,7 @@ def reasons_of(faults: Sequence[RolloutError]) -> str:
 
 def _brief(error: RolloutError) -> str:
     """Return the reason of an error, shortened and without its location."""
-    reason = " ".join(errors.cleaned(error.got).split()) or error.sentence
-    return errors.shortened(reason, _BRIEF)
+    return errors.shortened(" ".join(errors.cleaned(error.got).split()) or error.sentence, _BRIEF)
 
 
 def _counted(rejected: Sequence[Rejected]) -> str:

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from pipelines import dataset_statistics, merge
 from pipelines.statistics.summary import (
     Distribution,
+    conversion_notes,
     dataset_summary,
     length_distributions,
     reward_distribution,
 )
 from rollout_io import RolloutWriter, scan
 from rollout_io.cli.main import run
-from rollout_io.conversion.logged_notes import conversion_notes
 from rollout_io.formats.trainers import NO_IDS, TOOL_RESULTS
 from schemas.metadata import CONVERSION
 from schemas.strategies import rollout_tables
