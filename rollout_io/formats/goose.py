@@ -190,6 +190,7 @@ def _part_of(part: _Part, where: str) -> Part | None:
             shown = [sent for one in inner if (sent := _part_of(one, where)) is not None]
             if not any(p.text or p.source or p.type not in _PARTS.types for p in shown):
                 shown = [Part(text="(empty result)")]
+            note(PICTURED, any(p.type == "image" for p in shown))
             blocks = [{"type": p.type, "text": p.text, "source": p.source} for p in shown]
             blocks = [{name: value for name, value in b.items() if value} for b in blocks]
             encoded = msgspec.json.encode(blocks)
@@ -220,6 +221,10 @@ PLACEHOLDERS = (
 REPEATED = "final outputs that the program repeats as an answer: part of the prompt"
 UNSENT = "messages of commands, or for the user only, which are not sent: left out"
 SPLIT = "calls that are stored one by one with the same time: read as one answer"
+PICTURED = (
+    "results with a picture, which providers of chat completions are sent behind the result, in a "
+    "message of the user"
+)
 INVERTED = "calls that are stored as later than their results, which later turns may lack: kept"
 _SENDS = Sends({"user": "\n", "assistant": "\n"})
 _FINAL = {"recipe__final_output", "final_output"}

@@ -11,6 +11,7 @@ from rollout_io.formats.goose import (
     ADAPTER,
     FAILED,
     INVERTED,
+    PICTURED,
     PLACEHOLDERS,
     REPEATED,
     REPLACED,
@@ -151,6 +152,23 @@ def test_sessions_with_a_parent_are_sub_agents_and_pictures_are_kept(tmp_path):
     assert (run.instance_id, [step.agent for step in found.steps]) == ("s", [None, "t"])
     kinds = [part["type"] for part in found.steps[1].messages[0]["content"]]
     assert kinds == ["text", "image"]
+    assert not found.notes
+
+
+def test_a_picture_of_a_result_which_may_be_sent_behind_it_is_said(tmp_path):
+    picture = {"type": "image", "data": "iVBORw0KGgo=", "mimeType": "image/png"}
+    found = read_one(
+        database(
+            tmp_path / "sessions.db",
+            ("user", [text("Go.")]),
+            ("assistant", [call("c")]),
+            ("user", [result("c", picture)]),
+            ("assistant", [text("A dot.")]),
+        )
+    )[1]
+    assert found.notes == {PICTURED: 1}
+    (message,) = (m for m in found.steps[0].messages if m["role"] == "tool")
+    assert [part["type"] for part in message["content"]] == ["image"]
 
 
 @pytest.mark.parametrize("content", ["{", '{"type": "text"}', '[{"type": 1}]', "[3]"])
