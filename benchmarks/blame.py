@@ -373,7 +373,7 @@ def _run(
 
 
 def _print_cost(found: Reconstruction, arguments: argparse.Namespace) -> None:
-    learner, batch, forests = found.run, found.step.batch, found.step.forests
+    learner, batch, forests = found.run, found.pending.batch, found.pending.forests
     seconds: dict[str, list[float]] = {}
 
     def timed(name: str, work: Callable[[], Any]) -> Any:
@@ -383,7 +383,7 @@ def _print_cost(found: Reconstruction, arguments: argparse.Namespace) -> None:
         return made
 
     for _ in range(arguments.rounds):
-        timed("update", lambda: make_update(found.run, found.step, found.progress))
+        timed("update", lambda: make_update(found.run, found.pending, found.progress))
         update = linearize(learner, batch, forests)
         _, total = timed("norms", update.gradients)
         timed("inner_products", partial(update.products, total))

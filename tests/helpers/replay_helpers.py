@@ -36,7 +36,7 @@ def train(paths: dict[str, str], out: Path, *, resume: bool = False, **settings:
 
 def line_of(found: Reconstruction) -> dict[str, Any]:
     """Make the step, and return its line of metrics, without times."""
-    return plain(make_update(found.run, found.step, found.progress).metrics)
+    return plain(make_update(found.run, found.pending, found.progress).metrics)
 
 
 def plain(line: Any) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 def gradient_of(run: Path, update: int, change: Any = None) -> torch.Tensor:
     """The gradient of an update before it is clipped, of the mini-batch that `change` returns."""
     found = reconstruct(run, update)
-    step = change(found) if change else found.step
+    step = change(found) if change else found.pending
     kept: list[torch.Tensor] = []
     clip = torch.nn.utils.clip_grad_norm_
 
