@@ -259,22 +259,19 @@ class RecordedTasks:
         return cached[1]
 
 
-def _whole_lines(file: Path) -> list[str]:
+def _whole_lines(file: Path) -> list[bytes]:
     """Return the complete lines of a file; an unterminated last line may still be incomplete."""
-    if not file.is_file():
-        return []
-    text = read_input(file).decode("utf-8", "replace")
-    return text[: text.rfind("\n") + 1].splitlines()
+    return read_input(file).split(b"\n")[:-1] if file.is_file() else []
 
 
-def _record(line: str, where: str) -> Mapping[str, Any]:
+def _record(line: bytes, where: str) -> Mapping[str, Any]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
         record = None
     if not isinstance(record, dict) or type(record.get("global_step")) is not int:
         expected = "a JSON object with an integer global_step"
-        raise InputError("metrics_file", where, repr(line[:60]), expected)
+        raise InputError("metrics_file", where, repr(line[:60].decode(errors="replace")), expected)
     return record
 
 

@@ -163,6 +163,18 @@ def test_a_curve_has_the_numbers_of_the_updates_that_were_made():
     assert curve(records, "entropy") == ([], [])
 
 
+def test_bytes_that_are_no_text_are_refused_with_their_line(tmp_path):
+    run = make_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"global_step": 4, "note": "\xff"}\n')
+    with pytest.raises(RolloutError) as raised:
+        read_metrics(run)
+    assert (raised.value.rule, raised.value.where) == (
+        "metrics_file",
+        f"{run / 'metrics.jsonl'}:4",
+    )
+
+
 def test_a_line_that_is_being_written_is_left_out(tmp_path):
     run = make_run(tmp_path / "run")
     with (run / "metrics.jsonl").open("a") as file:
