@@ -8,6 +8,7 @@ no call. A reader says so as data (`Contexts.sends`), and says the messages as t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -110,21 +111,21 @@ def _answered(pieces: Iterable[Piece], sends: Sends, noted: set[int]) -> list[Pi
 
 def _with_media_behind(pieces: Iterable[Piece], text: str, textless: str) -> Iterator[Piece]:
     """Yield messages with the media of results in a message behind the last result of an answer."""
-    media, last = list[Message](), Piece({"role": ""})
-    for piece in (*pieces, Piece({"role": ""})):
-        if media and piece.message["role"] != "tool":
+    for is_result, run in groupby(pieces, lambda piece: piece.message["role"] == "tool"):
+        if not is_result:
+            yield from run
+            continue
+        media = list[Message]()
+        for piece in run:
+            result = dict(piece.message)
+            if isinstance(result["content"], list):
+                texts = [part["text"] for part in result["content"] if part["type"] == "text"]
+                media += [part for part in result["content"] if part["type"] != "text"]
+                result["content"] = "\n".join(texts) or textless
+            yield piece._replace(message=result)
+        if media:
             shown = {"role": "user", "content": [{"type": "text", "text": text}, *media]}
-            yield last._replace(message=shown)
-            media = []
-        content = piece.message.get("content")
-        if piece.message["role"] == "tool" and isinstance(content, list):
-            texts = [part["text"] for part in content if part["type"] == "text"]
-            media += [part for part in content if part["type"] != "text"]
-            result = {**piece.message, "content": "\n".join(texts) or textless}
-            piece = piece._replace(message=result)
-        last = piece
-        if piece.message["role"]:
-            yield piece
+            yield piece._replace(message=shown)
 
 
 def _note(text: str | None, messages: Iterable[Message], noted: set[int]) -> None:
